@@ -73,6 +73,7 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/segments/segment_merge_sm90.cu
   src/cuda/staged/backward/both_merges_sm90.cu
   src/cuda/staged/backward/chains_sm90.cu
+  src/cuda/staged/backward/chunk_grad_fp16_sm90.cu
   src/cuda/staged/backward/chunk_grad_head_sm90.cu
   src/cuda/staged/backward/chunk_grad_rows_sm90.cu
   src/cuda/staged/backward/chunk_grad_sm90.cu

@@ -209,6 +209,17 @@ def test_training_on_a_gpu(monkeypatch):
     for left in (rows, rows_of(torch.float16), rows_of(bf16, K=136), rows_of(bf16, K=60), rows_of(bf16, V=60),
                  dict(rows_of(bf16), v=rows["v"])):
         assert "is fast for q, k, v in bf16" in libkda.fla._reason("chunk_kda", left)
+    layer = dict(rows_of(torch.float16, K=128, V=128), **{
+        f"use_{name}_in_kernel": True for name in ("gate", "qk_l2norm", "beta_sigmoid")})
+    for capability, changes, is_served in (
+            ((9, 0), {}, True), ((9, 0), dict(lower_bound=-5.0, scale=0.1), True), ((8, 0), {}, False),
+            ((9, 0), dict(lower_bound=-6.0), False), ((9, 0), dict(scale=17.0), False),
+            ((9, 0), dict(use_gate_in_kernel=False), False), ((9, 0), dict(use_beta_sigmoid_in_kernel=False), False),
+            ((9, 0), dict(use_qk_l2norm_in_kernel=False), False), ((9, 0), dict(initial_state=layer["beta"]), False),
+            ((9, 0), dict(g=layer["beta"]), False), ((9, 0), dict(v=rows["v"]), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        assert (libkda.fla._reason("chunk_kda", dict(layer, **changes)) is None) is is_served, changes
+    assert libkda.fla._reason("chunk_gated_delta_rule", layer) is not None
     with torch.no_grad():
         assert libkda.fla._reason("chunk_kda", rows) is None
     libkda.fla.enable(train_on_gpu=True)

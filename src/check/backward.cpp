@@ -41,9 +41,9 @@ StateDesc dense_states(const Problem& p, const TensorDesc& tensor) {
   return {tensor, p.num_sequences, false};
 }
 
-double one_head_bound(std::string_view name) {
+double one_head_bound(std::string_view name, bool fp16) {
   for (const GradientBound& bound : kBf16Gradients)
-    if (name == bound.name) return bound.one_head;
+    if (name == bound.name) return bound.one_head * (fp16 ? kFp16RowsShare : 1);
   return 0;
 }
 
@@ -262,9 +262,9 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
       sum.reference += reference.value[i] * reference.value[i];
     }
     if (options.operands) {
-      entry.tolerance += gradient_operand_tolerance(one_head_bound(name), left,
-                                                    static_cast<int64_t>(values.size()),
-                                                    options.marginal, decayed);
+      entry.tolerance += gradient_operand_tolerance(
+          one_head_bound(name, *options.operands == DType::kFloat16), left,
+          static_cast<int64_t>(values.size()), options.marginal, decayed);
     } else if (p.key_dim <= kFewChannels) {
       result.few_channels |= entry.error > entry.tolerance;
       entry.tolerance += kFewChannelsGradient;

@@ -86,6 +86,12 @@ inline constexpr GradientBound kBf16Gradients[] = {
 inline constexpr GradientBound kFp16ChainGradients[] = {
     {"dq", 3.5e-3, 1.3e-2}, {"dk", 3.5e-3, 1.3e-2},    {"dv", 2.4e-3, 1.2e-2},
     {"dg", 4.0e-3, 1.5e-2}, {"dbeta", 3.6e-3, 1.5e-2}, {"d_initial_state", 1.0e-3, 1.3e-2}};
+/// Bounds over all heads for rows in fp16, whose products take fp16 or tf32: K = V = 128 on Hopper.
+/// One head has kFp16RowsShare of the bounds above.
+inline constexpr GradientBound kFp16RowGradients[] = {
+    {"dq", 0.6e-3, 0}, {"dk", 0.6e-3, 0},    {"dv", 0.6e-3, 0},
+    {"dg", 1.0e-3, 0}, {"dbeta", 0.6e-3, 0}, {"ddt_bias", 1.0e-3, 0}};
+inline constexpr double kFp16RowsShare = 0.15;
 /// The share of their magnitude that roundings leave of terms that cancel.
 inline constexpr double kCancelledOperands = 0.1;
 

@@ -27,6 +27,8 @@ extern const registry::ForwardRow kForward;
 namespace staged {
 extern const registry::ForwardRow kForward;
 extern const registry::BackwardRow kBackward;
+/// cuda.sm90.staged: rows in fp16 on Hopper (sm_90a), K = V = 128.
+extern const registry::BackwardRow kFp16Backward;
 }  // namespace staged
 
 /// In fp32, token by token (the backward in chunks of 16): every problem; the only one for decode.

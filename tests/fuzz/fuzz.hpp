@@ -19,6 +19,7 @@ struct Options {
   int64_t first = 0;
   int64_t count = 100;
   int32_t num_threads = 2;
+  bool fp16 = false;          ///< only what fp16 rows of a backward on Hopper may be
   bool tensor_cores = false;  ///< only sizes and types that the staged kernels take
   bool fused = false;         ///< accuracy: only problems that the fused kernel takes, on it
   bool gdn = false;           ///< accuracy: only problems that cuda.sm90.gdn takes, on it

@@ -60,6 +60,8 @@ int main(int argc, char** argv) {
        kda::test::flag("--tensor-cores", &options.tensor_cores,
                        "accuracy, backward (bf16): 16-bit problems, K = 32..128, K and V multiples "
                        "of 8, no equal keys"),
+       kda::test::flag("--fp16", &options.fp16,
+                       "backward: fp16 rows, K = V = 128, on cuda.sm90.staged"),
        kda::test::flag(
            "--fused", &options.fused,
            "accuracy: 16-bit problems, K = V = 64 or 128, on cuda.sm90.fused or cuda.sm80.fused"),
@@ -80,8 +82,8 @@ int main(int argc, char** argv) {
   if (ends) return *ends;
 
   const std::string flags = std::string(options.tensor_cores ? " --tensor-cores" : "") +
-                            (options.fused ? " --fused" : "") + (options.gdn ? " --gdn" : "") +
-                            (options.hard ? " --hard" : "");
+                            (options.fp16 ? " --fp16" : "") + (options.fused ? " --fused" : "") +
+                            (options.gdn ? " --gdn" : "") + (options.hard ? " --hard" : "");
   fmt::print("kda_fuzz {}{} --seed {} --first {} --count {}\n", what, flags, options.seed,
              options.first, options.count);
   const Report report = fuzzers.at(what)(options);

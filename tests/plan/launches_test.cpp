@@ -364,6 +364,46 @@ TEST_F(Launches, OfOneBiasAHeadAreThoseThatThePlanLists) {
   EXPECT_GT(summed, 5);
 }
 
+/// Rows in fp16 of a layer, with and without gradients that tokens have from states.
+TEST_F(Launches, OfFp16RowsAreThoseThatThePlanLists) {
+  if (capability_ != 90) GTEST_SKIP() << "kernels of Hopper alone";
+  Choices choices(17);
+  int served = 0, without_grad = 0;
+  for (int i = 0; i < 40; ++i) {
+    Case x = random_case(choices, capability_);
+    Problem& p = x.problem;
+    Gradients& g = x.gradients;
+    p.key_dim = p.value_dim = 128;
+    p.q = p.k = rows(DType::kFloat16, p, p.num_heads, 128, 0);
+    p.v = p.o = rows(DType::kFloat16, p, p.num_value_heads, 128, 0);
+    p.g = rows(p.g.dtype, p, p.num_value_heads, 128, 0);
+    p.initial_state.reset(), p.final_state.reset();
+    p.A_log = contiguous(DType::kFloat32, {p.num_value_heads});
+    p.dt_bias.reset(), p.scale.reset();
+    p.gate_mode = i % 2 ? GateMode::kSoftplus : GateMode::kBounded;
+    p.beta_mode = BetaMode::kSigmoid, p.qk_l2norm = true;
+    g = {.d_o = p.o, .dv = i % 3 ? p.v : rows(DType::kFloat32, p, p.num_value_heads, 128, 0)};
+    if (i % 4 > 0) g.dq = p.q, g.dk = p.k, g.dg = p.g, g.dA_log = p.A_log;
+    x.options = {};
+    run_whole(x, [&](const Case&, const char* what, const Plan& plan,
+                     const std::vector<emulator::Launched>& launches) {
+      if (std::string(what) != "backward") return;
+      ASSERT_EQ(plan.implementation, "cuda.sm90.staged") << plan.to_text(true);
+      const std::size_t count =
+          names_of(plan.kernels, [](const KernelChoice& choice) { return choice.kernel; }).size();
+      ASSERT_EQ(count, g.dq ? 4U : 2U) << plan.to_text(true);
+      EXPECT_EQ(names_of(launches, [](const emulator::Launched& at) { return at.kernel; }).size(),
+                count);
+      ASSERT_GE(launches.size(), count);
+      EXPECT_EQ(launches.back().kernel, plan.kernels.back().kernel);
+      ++served, without_grad += !g.dq;
+    });
+  }
+  EXPECT_EQ(served, 40);
+  EXPECT_EQ(without_grad, 10);
+}
+
+/// A backend that serves callers who name it.
 TEST_F(Launches, OfGatedDeltaNetAreThoseThatThePlanLists) {
   if (capability_ != 90) GTEST_SKIP() << "kernels of Hopper alone";
   Choices choices(11);

@@ -161,6 +161,70 @@ TEST(Planner, TheStagedBackwardSaysWhatItDeclines) {
             "cuda.sm80.staged");
 }
 
+TEST(Planner, TheBackwardOfFp16RowsSaysWhatItDeclines) {
+  Problem good = rows_of(65536, 2, 128, 128, DType::kFloat16);
+  good.gate_mode = GateMode::kBounded;
+  good.A_log = contiguous(DType::kFloat32, {2});
+  good.beta_mode = BetaMode::kSigmoid;
+  good.qk_l2norm = true;
+  good.initial_state = StateDesc{contiguous(DType::kFloat32, {1, 2, 128, 128}), 1, false};
+  const Gradients wanted{.d_o = good.o, .dq = good.q, .dk = good.k, .dv = good.v, .dg = good.g};
+  const BackwardPlan served = backward_of(good, wanted);
+  EXPECT_EQ(served.plan.implementation, "cuda.sm90.staged");
+  const std::string text = served.to_text(true);
+  for (const char* part : {"chunk_grad_sm90, fp16", "chunk_intra_fp16: factors in fp16", "dv of a chunk",
+                           "segments declined: they begin from states of bf16 factors"})
+    EXPECT_NE(text.find(part), std::string::npos) << part << text;
+  EXPECT_EQ(text.find("fallback"), std::string::npos) << text;
+
+  const auto refusal = [&](const auto& change) {
+    Problem p = good;
+    Gradients gradients = wanted;
+    change(p, gradients);
+    const BackwardPlan backward = backward_of(p, gradients);
+    EXPECT_EQ(backward.plan.implementation, "cuda.smxx.recurrent");
+    for (const Candidate& row : backward.plan.candidates)
+      if (row.name == "cuda.sm90.staged") return row.reason;
+    return std::string();
+  };
+  using P = Problem;
+  using G = Gradients;
+  EXPECT_EQ(refusal([](P& p, G&) { p.k.dtype = DType::kFloat32; }), "k is fp32, needs fp16");
+  EXPECT_EQ(refusal([](P& p, G&) { p.v.alignment = 8; }), "v is aligned to 8 bytes, needs 16");
+  EXPECT_EQ(refusal([](P& p, G&) { p.qk_l2norm = false; }),
+            "q and k are not normalised by the call");
+  EXPECT_EQ(refusal([](P& p, G&) { p.beta_mode = BetaMode::kPlain; }), "no sigmoid bounds beta");
+  EXPECT_EQ(refusal([](P& p, G&) { p.scale = 17; }), "scale = 17 is not 2^-8 to 2^4 in size");
+  EXPECT_EQ(refusal([](P& p, G&) { p.gate_mode = GateMode::kLog, p.A_log.reset(); }),
+            "gates are logarithms, which may be positive");
+  EXPECT_EQ(refusal([](P& p, G&) { p.lower_bound = -6; }), "lower_bound = -6 is below -5.19");
+  EXPECT_EQ(refusal([](P&, G& g) { g.d_o->dtype = DType::kBFloat16; }),
+            "d_o is not of fp16 rows aligned to 16 bytes");
+  EXPECT_EQ(refusal([](P&, G& g) { g.dq->dtype = DType::kFloat32; }),
+            "dq is not of fp16 rows aligned to 16 bytes");
+  EXPECT_EQ(refusal([](P&, G& g) { g.dk->alignment = 8; }),
+            "dk is not of fp16 rows aligned to 16 bytes");
+  EXPECT_EQ(refusal([](P& p, G& g) { p.g.strides[3] = 0, g.dg = p.g; }),
+            "dg has one gradient a head");
+  EXPECT_EQ(refusal([](P& p, G& g) { g.d_initial_state = p.initial_state->tensor; }),
+            "d_initial_state is wanted, which may be far below d_o");
+  Problem small = good;
+  small.key_dim = small.value_dim = 64;
+  small.initial_state.reset();
+  small.q = small.k = small.g = small.v = small.o = contiguous(DType::kFloat16, {1, 65536, 2, 64});
+  const BackwardPlan left = backward_of(small, {.d_o = small.o, .dq = small.q});
+  EXPECT_EQ(left.plan.implementation, "cuda.smxx.recurrent");
+  EXPECT_NE(left.to_text(true).find("cuda.sm90.staged: K = 64, V = 64; fp16 needs 128"),
+            std::string::npos)
+      << left.to_text(true);
+  // Another card has kernels for bf16 alone.
+  Plan forward;
+  throw_if_error(make_plan(good, {}, gpu_facts(108, 80), {}, &forward));
+  BackwardPlan backward;
+  throw_if_error(make_backward_plan(forward, wanted, {}, &backward));
+  EXPECT_EQ(backward.plan.implementation, "cuda.smxx.recurrent");
+}
+
 TEST(Planner, GroupsOfHeadsBoundTheWorkspaceOfABackward) {
   const auto plan_of = [](int64_t T, int64_t heads) {
     const Problem p = rows_of(T, heads, 128, 128, DType::kBFloat16);

@@ -102,6 +102,7 @@ void expect_gradients_within(const check::Inputs& inputs, check::GradientBuffers
   };
   expect_all(check::kBf16Gradients);
   if (half) expect_all(check::kFp16ChainGradients);
+  if (call->plan.plan.problem.q.dtype == DType::kFloat16) expect_all(check::kFp16RowGradients);
   if (std::getenv("KDA_TEST_VERBOSE"))
     for (const auto& [name, error] : comparison.all_heads)
       std::printf("  %-28s %-16s %.2e\n", what.c_str(), name.c_str(), error);

@@ -47,6 +47,22 @@ def has_tensor_cores(q: object, k: object, v: object) -> bool:
     return len(rows) == 3 and all(x.shape[-1] % 8 == 0 for x in rows) and rows[0].shape[-1] <= 128
 
 
+def trains_fp16(q: object, k: object, v: object, modes: dict[str, object]) -> bool:
+    """Whether a layer's rows in fp16 have a backward on the tensor cores of Hopper: decline_fp16_rows() and
+    decline_fp16_gradients() of src/cuda/staged/backward/backend.cpp. modes: the arguments of chunk_kda."""
+    rows = [x for x in (q, k, v) if isinstance(x, torch.Tensor) and x.dim() == 4 and x.dtype is torch.float16]
+    if len(rows) < 3 or any(x.shape[-1] != 128 for x in rows) or not rows[0].is_cuda:
+        return False
+    if torch.cuda.get_device_capability(rows[0].device) != (9, 0):
+        return False
+    if not all(modes.get(f"use_{name}_in_kernel") for name in ("gate", "qk_l2norm", "beta_sigmoid")):
+        return False
+    g, state, bound, scale = (modes.get(name) for name in ("g", "initial_state", "lower_bound", "scale"))
+    if isinstance(state, torch.Tensor) and state.requires_grad or not isinstance(g, torch.Tensor) or g.dim() != 4:
+        return False
+    return (bound is None or bound >= -5.19) and (not scale or 2**-8 <= abs(scale) <= 2**4)
+
+
 def is_one_kernel(state: torch.Tensor) -> bool:
     """Whether one kernel has a decode step of a layer on this pool: decline_fused_decode() of src/run/check_layer.cpp.
     Its heads must be dense and lie on 16 bytes."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from .._binding.kernels import has_tensor_cores
+from .._binding.kernels import has_tensor_cores, trains_fp16
 from . import measured
 from .switches import switch
 
@@ -72,14 +72,18 @@ class Plugin:
         raise NotImplementedError(f"on a GPU its {step} of {tokens} x {heads} tokens and value heads is faster; "
                                   f"{variable}=1 asks for libkda's")
 
-    def leaves_gradients(self, tensors: Iterable[object], rows: tuple[object, ...] = ()) -> str | None:
+    def leaves_gradients(self, tensors: Iterable[object], rows: tuple[object, ...] = (),
+                         modes: dict[str, object] | None = None) -> str | None:
         """The reason why a call with gradients of tensors on a GPU stays with the host; None if it does not. `rows`:
-        q, k and v of a call of KDA."""
+        q, k and v of a call of KDA; modes: its other arguments, by chunk_kda's names."""
         if self.train_on_gpu or not torch.is_grad_enabled() or rows and has_tensor_cores(*rows):
+            return None
+        if rows and modes and trains_fp16(*rows, modes):
             return None
         if any(isinstance(x, torch.Tensor) and x.is_cuda and x.requires_grad for x in tensors):
             return ("a gradient is asked for on a GPU, where libkda's backward is fast for q, k, v in bf16 with K up "
-                    "to 128, K and V multiples of 8; see enable()")
+                    "to 128, K and V multiples of 8, or on Hopper in fp16 with K = V = 128 as a layer has them; "
+                    "see enable()")
         return None
 
     @property

@@ -36,6 +36,7 @@ inline constexpr const char* kParameterSums = "parameter_sums";
 inline constexpr const char* kFactorsThenRows = "factors_then_rows";
 inline constexpr const char* kChunkStates = "chunk_states";
 inline constexpr const char* kChunkDStates = "chunk_d_states";
+inline constexpr const char* kOperandScales = "operand_scales";
 inline constexpr const char* kSegmentSequences = "segment_sequences";
 inline constexpr const char* kSegmentD = "segment_D";
 inline constexpr const char* kSegmentDStates = "segment_d_states";

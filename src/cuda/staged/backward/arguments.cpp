@@ -89,6 +89,9 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args, int64_t firs
       block(block::kChunkDStates),
       kept_or(block::kKeptErrors, block::kBackwardErrors, bytes.buffers.vn),
       block(block::kBackwardDz),
+      call.plan->problem.q.dtype == DType::kFloat16
+          ? static_cast<float*>(block(block::kOperandScales))
+          : nullptr,
       call.plan->resolved.keep == KeepPolicy::kChunks,
       fallback,
       fallback + static_cast<std::size_t>(args.shape.HV) * bytes.fallback / (2 * sizeof(uint32_t))};
@@ -263,6 +266,7 @@ HeadGates<FinishedGradArgs> grad_arguments(const Group& group) {
   if (group.kernels.grad_stores_dv) grad.dv = args.dv;
   grad.sums = args.sums;
   grad.fallback = blocks.fallback;
+  grad.scales = blocks.scales;
   grad.gate_step = args.gate_step, grad.dgate_step = args.dgate_step, grad.tiled = args.tiled;
   return grad;
 }

@@ -20,6 +20,7 @@ namespace kda::cuda::staged {
 struct Blocks {
   Factors factors;
   void *h, *dh, *errors, *dz;
+  float* scales;         ///< of these four, if they are in fp16
   bool kept;             ///< h and errors are the forward's, in `saved`
   uint32_t* fallback;    ///< behind the factors and the rows
   uint32_t* fallback_2;  ///< of the second phase

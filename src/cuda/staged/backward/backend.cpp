@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward of cuda.sm80.staged: what it serves and how it plans. Its launches:
-// cuda/staged/backward/launches.cpp.
+// The backwards of cuda.sm80.staged and, for rows in fp16, cuda.sm90.staged: what they serve and
+// how it plans. Its launches: cuda/staged/backward/launches.cpp.
 #include "cuda/staged/backend.hpp"
 #include "core/layout.hpp"
 #include "core/text.hpp"
@@ -63,7 +63,10 @@ std::string decline_segments(const Problem& p, const Gradients& gradients) {
 void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
   const Plan& plan = builder.plan();
   std::string declined;
-  if (builder.gradients()) declined = decline_segments(plan.problem, *builder.gradients());
+  if (plan.problem.q.dtype == DType::kFloat16)
+    declined = "segments declined: they begin from states of bf16 factors";
+  else if (builder.gradients())
+    declined = decline_segments(plan.problem, *builder.gradients());
   if (!declined.empty()) return builder.reason(std::move(declined));
   builder.cut({.automatic =
                    [&](const plan::Workload& work, CostEstimate* cost) {
@@ -123,6 +126,7 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   builder.book(block::kChunkDStates, heads, bytes.buffers.h);
   builder.book(block::kBackwardDz, heads, bytes.buffers.vn);
   builder.book(block::kParameterSums, heads, bytes.sums);
+  if (bytes.scales > 0) builder.book(block::kOperandScales, heads, bytes.scales);
   if (plan.segmented) {
     const std::size_t states = heads * plan.segments.size();
     const auto K = static_cast<std::size_t>(p.key_dim), V = static_cast<std::size_t>(p.value_dim);
@@ -143,6 +147,46 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
                    .serial_us = backward_us(in, plan.device, p.num_heads, groups, {.kept = kept}),
                    .segmented_us = plan.cost.segmented_us});
 }
+
+namespace {
+
+std::string decline_fp16_rows(const Problem& p) {
+  if (built() && !sm90::kBuilt) return kNoSm90a;  // a build without CUDA plans for any GPU
+  for (const auto& [name, desc] :
+       {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v}})
+    if (desc->dtype != DType::kFloat16)
+      return cat(name, " is ", dtype_name(desc->dtype), ", needs fp16");
+  if (std::string reason = decline_inputs(p); !reason.empty()) return reason;
+  if (std::string reason = decline_fp16_factors(p); !reason.empty()) return reason;
+  if (p.gate_mode == GateMode::kLog) return "gates are logarithms, which may be positive";
+  if (p.gate_mode == GateMode::kBounded && p.lower_bound < kLeastFp16Bound)
+    return cat("lower_bound = ", p.lower_bound, " is below ", kLeastFp16Bound);
+  return {};
+}
+
+std::string decline_fp16_gradients(const Gradients& g) {
+  for (const auto& [name, desc] :
+       {std::pair{"d_o", &g.d_o}, std::pair{"dq", &g.dq}, std::pair{"dk", &g.dk}})
+    if (!has_whole_rows(*desc, DType::kFloat16))
+      return cat(name, " is not of fp16 rows aligned to 16 bytes");
+  if (g.dg && g.dg->strides[3] == 0) return "dg has one gradient a head";
+  if (g.d_initial_state) return "d_initial_state is wanted, which may be far below d_o";
+  return {};
+}
+
+}  // namespace
+
+const registry::BackwardRow kFp16Backward = {.head = {.name = "cuda.sm90.staged",
+                                                      .device = DeviceKind::kCuda,
+                                                      .chunk_size = kChunk,
+                                                      .unavailable = unavailable,
+                                                      .plan = plan_backward,
+                                                      .decline = decline_fp16_rows,
+                                                      .decline_gradients = decline_fp16_gradients,
+                                                      .min_compute_capability = 90,
+                                                      .max_compute_capability = 90,
+                                                      .device_checks = &kDeviceChecks},
+                                             .backward = if_built<backward>()};
 
 const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm80.staged",
                                                   .device = DeviceKind::kCuda,

@@ -10,14 +10,14 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/staged/backward/chunk_grad.hpp"
+#include "cuda/staged/backward/chunk_grad_sm90.hpp"
 #include "cuda/staged/backward/fp16_scale_sm90.cuh"
 #include "cuda/staged/backward/reverse_chain.cuh"
 
 namespace kda::cuda::sm90 {
 namespace {
 
-using T = __nv_bfloat16;  // of what is handed on, and of the caller's rows
+using T = __nv_bfloat16;  // of the caller's rows and of what is handed on, but for fp16 rows
 
 constexpr int kColumns = 64;        // of V, of a block
 constexpr int kChainThreads = 128;  // the first ones
@@ -31,6 +31,7 @@ struct KernelArgs {
   unsigned reverse_blocks;  // the first ones: their chunks take longer
   RowView v;                // with fp16 factors
   uint32_t* fallback;
+  float* scales;  // of what is handed on in fp16 (chunk_grad_sm90.hpp)
 };
 
 // ---- what both directions do -------------------------------------------------------------------
@@ -43,16 +44,16 @@ __device__ __forceinline__ void visit_factor(const C& c, int chunk, Target& targ
         static_cast<int>(sizeof(target)));
 }
 
-/// Tile of this block and of a chunk, of kRows rows of V or tokens.
+/// Tile of this block and of a chunk, of kRows rows of V or tokens, of 16 bits.
 template <int kElements, class C>
 __device__ __forceinline__ T* tile_of(const C& c, void* tiles, int chunk) {
   return static_cast<T*>(tiles) + (c.tile(chunk) * c.v_tiles() + c.u_tile) * kElements;
 }
 
 /// The state as A operands to a tile [64 columns of V, kK].
-template <class C>
+template <class C, class Row>
 __device__ __forceinline__ void put_state(const C& c, const uint32_t (&rounded)[C::kSteps][4],
-                                          T* tile) {
+                                          Row* tile) {
   const int row = c.tile_column + c.lane % 16;
 #pragma unroll
   for (int step = 0; step < C::kSteps; ++step)
@@ -61,8 +62,8 @@ __device__ __forceinline__ void put_state(const C& c, const uint32_t (&rounded)[
 }
 
 /// x^T as A operands to this warp's columns of a tile [64 tokens, 64], which it has read.
-template <class C>
-__device__ __forceinline__ void put_tokens(const C& c, const uint32_t (&x)[4][4], T* tile) {
+template <class C, class Row>
+__device__ __forceinline__ void put_tokens(const C& c, const uint32_t (&x)[4][4], Row* tile) {
   __syncwarp();
 #pragma unroll
   for (int step = 0; step < 4; ++step)
@@ -76,7 +77,7 @@ __device__ __forceinline__ int64_t fallback_word(const C& c) {
 }
 
 /// `factor` times the state in pairs, as A operands.
-template <class C>
+template <class Row = T, class C>
 __device__ __forceinline__ void round_state(const C& c, uint32_t (&rounded)[C::kSteps][4],
                                             float factor = 1) {
 #pragma unroll
@@ -84,13 +85,45 @@ __device__ __forceinline__ void round_state(const C& c, uint32_t (&rounded)[C::k
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* pair = c.state[2 * step + i / 2] + i % 2 * 2;
-      rounded[step][i] = ptx::pack<T>(factor * pair[0], factor * pair[1]);
+      rounded[step][i] = ptx::pack<Row>(factor * pair[0], factor * pair[1]);
     }
+}
+
+/// Stores the factor that takes this warp's columns of an operand back, for chunk_grad.
+template <class C>
+__device__ __forceinline__ void put_scale(const C& c, float* scales, int chunk, int kind,
+                                          float back) {
+  if (c.lane == 0)
+    scales[(c.tile(chunk) * kOperandKinds + kind) * kScaledColumns + c.u_tile * (kVTile / 16) +
+           c.tile_column / 16] = back;
+}
+
+/// The state to be handed on. In bf16 it is rounded again, as it is. In fp16 it is the operand,
+/// unless that has few bits beside large rows; returns what takes it back, 0 for zeros.
+template <class Row, class C>
+__device__ __forceinline__ float hand_on(const C& c, const fp16_chain::Scale& scale,
+                                         const uint32_t (&operand)[C::kSteps][4],
+                                         uint32_t (&to_memory)[C::kSteps][4]) {
+  if constexpr (std::is_same_v<Row, T>) {
+    round_state(c, to_memory, scale.back);
+    return 1;
+  } else {
+#pragma unroll
+    for (int step = 0; step < C::kSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to_memory[step][i] = operand[step][i];
+    if (__any_sync(~0u, fp16_chain::bits_of(operand) & fp16_chain::kLarge)) return scale.back;
+    const int top = fp16_chain::exponent_of(c.state);
+    if (top == fp16_chain::kExponentOfZeros) return 0;
+    const fp16_chain::OwnScale own(scale, top);
+    round_state<Row>(c, to_memory, own.by);
+    return own.back;
+  }
 }
 
 // ---- from left to right: states and errors -----------------------------------------------------
 
-template <class, int kK>
+template <class, int kK, class = T>
 struct Errors {
   using C = chain::Chain<T, kK, ChainUse::kErrors>;
   static constexpr bool kRows = false;  // nothing is copied by cp.async
@@ -155,23 +188,26 @@ struct Errors {
 };
 
 /// With fp16 factors there is no u: E = T' v - w S. State, v and errors are times a power of two.
-template <int kK>
-struct Errors<__half, kK> {
+template <int kK, class Row>
+struct Errors<__half, kK, Row> {
   using C = chain::Chain<__half, kK, ChainUse::kErrors>;
   static constexpr bool kRows = true;
 
   struct alignas(1024) Stage {
     __half w[kChunk * kK], kg[kChunk * kK], inverse[kChunk * kChunk];
-    T v[kChunk * kVTile];  // then E
-    T state[kVTile * kK];  // before the chunk
+    Row v[kChunk * kVTile];  // then E
+    Row state[kVTile * kK];  // before the chunk
     float gamma[kK], beta[kChunk];
   };
+  static constexpr bool kHandsOnFp16 = std::is_same_v<Row, __half>;
 
   C c;
   const RowView& v;
+  float* const scales;
   fp16_chain::Scale scale;
 
-  __device__ explicit Errors(const KernelArgs& args) : c(args.errors), v(args.v) {}
+  __device__ explicit Errors(const KernelArgs& args)
+      : c(args.errors), v(args.v), scales(args.scales) {}
   __device__ int chunk_at(int turn) const { return turn; }
   __device__ static unsigned block(const KernelArgs& a) { return blockIdx.x - a.reverse_blocks; }
 
@@ -187,7 +223,7 @@ struct Errors<__half, kK> {
     reverse::copy_d_o<kColumns>(c, v, chunk, c.u_tile * kVTile, s.v);
   }
 
-  __device__ __forceinline__ void run_chunk(int, Stage& s) {
+  __device__ __forceinline__ void run_chunk(int chunk, Stage& s) {
     uint32_t rounded[C::kSteps][4], to_memory[C::kSteps][4], minus_v[4][4], tokens[4][4];
     float error[C::kTokenTiles][4];
     float2 gammas[C::kTiles];
@@ -199,12 +235,17 @@ struct Errors<__half, kK> {
     chain::multiply_rows<false>(rounded, s.w, error);
     chain::multiply_rows<true>(minus_v, s.inverse, error);  // -E^T
     ptx::wgmma_commit();
-    round_state(c, to_memory, scale.back);
+    const float back = hand_on<Row>(c, scale, rounded, to_memory);
+    if constexpr (kHandsOnFp16) put_scale(c, scales, chunk, 0, back);
     put_state(c, to_memory, s.state);
     c.decay_state(gammas);
     ptx::wgmma_wait<0>();
     ptx::fence_operands(error);
-    fp16_chain::round_tokens<T>(error, -scale.back, tokens);
+    fp16_chain::round_tokens<Row>(error, kHandsOnFp16 ? -1 : -scale.back, tokens);
+    if constexpr (kHandsOnFp16) {
+      const bool any = __any_sync(~0u, fp16_chain::bits_of(tokens) & 0x7fff7fffu);
+      put_scale(c, scales, chunk, 1, any ? scale.back : 0);
+    }
     put_tokens(c, tokens, s.v);
     c.template scale_tokens<-1>(s.beta, error);
     c.round_tokens(error, tokens);
@@ -226,16 +267,17 @@ struct Errors<__half, kK> {
 
 /// F: of the factors. With fp16 state, d_o, X and dZ are times a power of two. kAlone: the gradient
 /// before the sequence is all; there is no dZ.
-template <class F, int kK, bool kAlone = false>
+template <class F, int kK, class Row = T, bool kAlone = false>
 struct Reverse {
   using C = chain::Chain<F, kK, ChainUse::kReverse>;
   static constexpr bool kRows = true;
   static constexpr bool kFp16 = std::is_same_v<F, __half>;
+  static constexpr bool kHandsOnFp16 = std::is_same_v<Row, __half>;
 
   struct alignas(1024) Stage {
     F kg[kChunk * kK];  // then dS behind the chunk
     F w[kChunk * kK], qg[kChunk * kK], Aqk[kChunk * kChunk], inverse[kChunk * kChunk];
-    T d_o[kChunk * kVTile];  // then dZ
+    Row d_o[kChunk * kVTile];  // then dZ
     float gamma[kK], beta[kChunk], diag[kChunk];
   };
 
@@ -244,9 +286,10 @@ struct Reverse {
   fp16_chain::Scale scale;
 
   uint32_t* const fallback;
+  float* const scales;
 
   __device__ explicit Reverse(const KernelArgs& args)
-      : c(args.reverse.chain), a(args.reverse), fallback(args.fallback) {}
+      : c(args.reverse.chain), a(args.reverse), fallback(args.fallback), scales(args.scales) {}
   __device__ int chunk_at(int turn) const { return c.num_chunks - 1 - turn; }
   __device__ static unsigned block(const KernelArgs&) { return blockIdx.x; }
 
@@ -287,7 +330,11 @@ struct Reverse {
     chain::multiply_tokens(x, s.Aqk, d_o);
     chain::multiply_rows<true>(rounded, s.kg, x);  // dVn^T
     ptx::wgmma_commit();
-    if constexpr (kFp16) round_state(c, to_memory, scale.back);
+    if constexpr (kFp16) {
+      const float back = hand_on<Row>(c, scale, rounded, to_memory);
+      if constexpr (kHandsOnFp16)
+        if (c.a.h) put_scale(c, scales, chunk, 2, back);
+    }
     c.decay_state(gammas);
     ptx::fence_operands(c.state);
     ptx::wgmma_fence();
@@ -327,17 +374,33 @@ struct Reverse {
     chain::multiply_tokens(x, s.inverse, minus_X);  // -dZ^T
     ptx::wgmma_commit();
     ptx::bar_sync<kChainThreads>(1);  // all warps have read kg
-    put_state(c, behind, reinterpret_cast<T*>(s.kg));
+    put_state(c, behind, reinterpret_cast<Row*>(s.kg));
     ptx::wgmma_wait<0>();
     ptx::fence_operands(x);
+    uint32_t dz[4][4];
+    if constexpr (kHandsOnFp16) round_dz(chunk, x, dz);
 #pragma unroll
     for (int n = 0; n < C::kTokenTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[n][i] = kFp16 ? x[n][i] * -scale.back : -x[n][i];
-    uint32_t dz[4][4];
-    fp16_chain::round_tokens<T>(x, 1, dz);
+    if constexpr (!kHandsOnFp16) fp16_chain::round_tokens<Row>(x, 1, dz);
     put_tokens(c, dz, s.d_o);
     if (c.a.o.base && !dv_is_dz()) c.store_outputs(chunk, x);
+  }
+  /// -x; times a power of two of its own if it is small: betas may be far below 1.
+  __device__ __forceinline__ void round_dz(int chunk, const float (&x)[C::kTokenTiles][4],
+                                           uint32_t (&dz)[4][4]) const {
+    constexpr uint32_t kEnough = 0x70007000;  // of 2^-11 and more
+    fp16_chain::round_tokens<Row>(x, -1, dz);
+    float back = scale.back;
+    if (!__any_sync(~0u, fp16_chain::bits_of(dz) & kEnough)) {
+      const int top = fp16_chain::exponent_of(x);
+      const bool zeros = top == fp16_chain::kExponentOfZeros;
+      const fp16_chain::OwnScale own(scale, zeros ? 0 : top);
+      fp16_chain::round_tokens<Row>(x, -own.by, dz);
+      back = zeros ? 0 : own.back;
+    }
+    if (c.a.h) put_scale(c, scales, chunk, 3, back);
   }
   __device__ void finish() {
     if constexpr (kFp16) {
@@ -352,7 +415,9 @@ struct Reverse {
   }
 
   /// Whether rows of dv are what dZ is.
-  __device__ bool dv_is_dz() const { return c.a.o.type == Element::kBFloat16 && c.a.o.whole_words; }
+  __device__ bool dv_is_dz() const {
+    return !kHandsOnFp16 && c.a.o.type == Element::kBFloat16 && c.a.o.whole_words;
+  }
 
   __device__ void begin_stores(int chunk, const Stage& s) const {
     if (!c.a.h) return;  // the gradient before the sequence is all
@@ -462,39 +527,40 @@ __device__ __forceinline__ void run(const KernelArgs& a) {
     pipeline.run_stores(static_cast<int>(threadIdx.x) - (kThreads - kStorers));
 }
 
-template <class F, int kK, bool kFallback>
+template <class F, int kK, bool kFallback, class Row>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_chains_kernel(const __grid_constant__ KernelArgs a) {
   ptx::griddepcontrol_wait();
   chain::write_flags<ChainUse::kErrors>(a.errors);
   if (blockIdx.x < a.reverse_blocks)
-    run<Reverse<F, kK>, kFallback>(a);
+    run<Reverse<F, kK, Row>, kFallback>(a);
   else
-    run<Errors<F, kK>, kFallback>(a);
+    run<Errors<F, kK, Row>, kFallback>(a);
 }
 
-template <class F, int kK, bool kFallback = false>
+template <class F, int kK, bool kFallback = false, class Row = T>
 Status launch(const KernelArgs& args, int64_t blocks, const Launch& where) {
-  constexpr int kBytes = std::max(sizeof(Ring<Errors<F, kK>>), sizeof(Ring<Reverse<F, kK>>));
+  constexpr int kBytes =
+      std::max(sizeof(Ring<Errors<F, kK, Row>>), sizeof(Ring<Reverse<F, kK, Row>>));
   static_assert(kBytes <= kSharedMemory);
   return launch_kernel(kFallback                   ? "backward_chains, fallback"
                        : std::is_same_v<F, __half> ? "backward_chains_fp16"
                                                    : "backward_chains",
-                       backward_chains_kernel<F, kK, kFallback>, blocks, kThreads, kBytes, where,
-                       args);
+                       backward_chains_kernel<F, kK, kFallback, Row>, blocks, kThreads, kBytes,
+                       where, args);
 }
 
 template <int kK>
 __global__ void __launch_bounds__(kThreads, 1)
     d_chains_kernel(const __grid_constant__ KernelArgs a) {
   ptx::griddepcontrol_wait();
-  run<Reverse<T, kK, /*kAlone=*/true>, false>(a);
+  run<Reverse<T, kK, T, /*kAlone=*/true>, false>(a);
 }
 
 template <int kK>
 Status launch_alone(const KernelArgs& args, int64_t blocks, const Launch& where) {
   return launch_kernel("d_chains", d_chains_kernel<kK>, blocks, kThreads,
-                       sizeof(Ring<Reverse<T, kK, true>>), where, args);
+                       sizeof(Ring<Reverse<T, kK, T, true>>), where, args);
 }
 
 /// Their blocks, and what they are given.
@@ -530,6 +596,15 @@ Status launch_fp16_chains(const ChainArgs* errors, const ReverseArgs& reverse, c
   args.v = v;
   args.fallback = fallback;
   return launch<__half, 128>(args, blocks, where);
+}
+
+Status launch_fp16_row_chains(const ChainArgs* errors, const ReverseArgs& reverse, const RowView& v,
+                              float* scales, const Launch& where) {
+  KernelArgs args = {};
+  const int64_t blocks = blocks_of(errors, &reverse, &args);
+  args.v = v;
+  args.scales = scales;
+  return launch<__half, 128, false, __half>(args, blocks, where);
 }
 
 Status launch_fallback_chains(const ChainArgs* errors, const ReverseArgs& reverse,

@@ -19,6 +19,10 @@ Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const 
 /// tell whether its chains have to be made again.
 Status launch_fp16_chains(const ChainArgs* errors, const ReverseArgs& reverse, const RowView& v,
                           uint32_t* fallback, const Launch& launch);
+/// Takes fp16 v and d_o, and hands on fp16. Workspace `scales`: as of FinishedGradArgs. No chain
+/// falls back.
+Status launch_fp16_row_chains(const ChainArgs* errors, const ReverseArgs& reverse, const RowView& v,
+                              float* scales, const Launch& launch);
 /// Makes again the chains that the fp16 kernel could not finish, with bf16 factors.
 Status launch_fallback_chains(const ChainArgs* errors, const ReverseArgs& reverse,
                               uint32_t* fallback, const Launch& launch);

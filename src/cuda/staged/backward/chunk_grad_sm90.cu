@@ -16,6 +16,7 @@ Status launch_chunk_grad(const HeadGates<FinishedGradArgs>& args, GradGates gate
   mine.tiles = static_cast<unsigned>(args.num_chunks * args.shape.HV);
   mine.pairs = Divisor((args.shape.HV + 1) / 2);
   mine.pair_tasks = static_cast<unsigned>(args.num_chunks) * mine.pairs.value;
+  if (args.scales) return launch_grad_fp16(mine, num_sms, where);
   switch (gates) {
     case GradGates::kTiles: return launch_grad_tiles(mine, num_sms, where);
     case GradGates::kRows: return launch_grad_rows(mine, num_sms, where);

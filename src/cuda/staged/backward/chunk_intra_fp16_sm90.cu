@@ -11,15 +11,18 @@ namespace {
 
 using T = __nv_bfloat16;
 constexpr int kK = 128;
-using Fp16Context = intra::IntraContext<T, kK, __half>;
-constexpr int kThreads = Fp16Context::kThreads;
+template <class Row>
+using Fp16Context = intra::IntraContext<Row, kK, __half, /*kWithU=*/false>;
+constexpr int kThreads = Fp16Context<T>::kThreads;
 
+template <class Row>
 __global__ void __launch_bounds__(kThreads, 2)
     chunk_intra_fp16_kernel(const __grid_constant__ HeadGates<ChunkIntraArgs> a) {
   const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(blockIdx.x));
   if (chunk.count == 0) return;
-  Fp16Context context(a, *reinterpret_cast<Fp16Context::S*>(ptx::dynamic_shared()), chunk,
-                      static_cast<int>(a.shape.heads.remainder(blockIdx.x)), threadIdx.x);
+  using C = Fp16Context<Row>;
+  C context(a, *reinterpret_cast<typename C::S*>(ptx::dynamic_shared()), chunk,
+            static_cast<int>(a.shape.heads.remainder(blockIdx.x)), threadIdx.x);
   intra::run_intra<false>(context);
 }
 
@@ -69,10 +72,21 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 }  // namespace
 
-Status launch_chunk_intra_fp16(const HeadGates<ChunkIntraArgs>& args, const Launch& where) {
-  static_assert(sizeof(Fp16Context::S) <= kSharedMemory / 2);
-  return launch_kernel("chunk_intra_fp16", chunk_intra_fp16_kernel, args.num_chunks * args.shape.HV,
-                       kThreads, static_cast<int>(sizeof(Fp16Context::S)), where, args);
+namespace {
+
+template <class Row>
+Status launch_fp16(const HeadGates<ChunkIntraArgs>& args, const Launch& where) {
+  constexpr auto kBytes = static_cast<int>(Fp16Context<Row>::S::bytes(true));
+  static_assert(kBytes <= kSharedMemory / 2);
+  return launch_kernel("chunk_intra_fp16", chunk_intra_fp16_kernel<Row>,
+                       args.num_chunks * args.shape.HV, kThreads, kBytes, where, args);
+}
+
+}  // namespace
+
+Status launch_chunk_intra_fp16(const HeadGates<ChunkIntraArgs>& args, bool fp16_rows,
+                               const Launch& where) {
+  return fp16_rows ? launch_fp16<__half>(args, where) : launch_fp16<T>(args, where);
 }
 
 Status launch_fallback_chunk_intra(const HeadGates<ChunkIntraArgs>& args, const uint32_t* fallback,

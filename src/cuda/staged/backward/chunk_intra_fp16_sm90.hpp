@@ -6,10 +6,11 @@
 
 namespace kda::cuda::sm90 {
 
-/// q and k are bf16, the factors fp16, and scores as with bf16 factors. u is not made: factors.u
-/// and v are not read. Needs normalised q and k, and beta of a sigmoid. A chunk with a positive log
-/// gate gets a gamma of NaN.
-Status launch_chunk_intra_fp16(const HeadGates<ChunkIntraArgs>& args, const Launch& launch);
+/// q and k are bf16 or fp16, the factors fp16, and scores products of operands of q's type. u is
+/// not made: factors.u and v are not read. Needs normalised q and k, and beta of a sigmoid. A chunk
+/// with a positive log gate gets a gamma of NaN.
+Status launch_chunk_intra_fp16(const HeadGates<ChunkIntraArgs>& args, bool fp16_rows,
+                               const Launch& launch);
 
 /// Makes all factors in bf16, for chains that the fp16 kernel could not finish (chains_sm90.hpp).
 Status launch_fallback_chunk_intra(const HeadGates<ChunkIntraArgs>& args, const uint32_t* fallback,

@@ -65,24 +65,22 @@ struct Scale {
   }
 };
 
-/// This warp's columns of a tile [64 tokens, 64] of bf16, transposed: visit(step, register, pair).
-template <class C, class Visit>
-__device__ __forceinline__ void for_each_pair(const C& c, const __nv_bfloat16* tile,
-                                              Visit&& visit) {
+/// This warp's columns of a tile [64 tokens, 64], transposed: visit(step, register, pair).
+template <class C, class Row, class Visit>
+__device__ __forceinline__ void for_each_pair(const C& c, const Row* tile, Visit&& visit) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     uint32_t raw[4];
     ptx::ldmatrix_x4_trans(raw, ptx::shared_address(c.u_piece(tile, step)));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) visit(step, i, ptx::unpack<__nv_bfloat16>(raw[i]));
+    for (int i = 0; i < 4; ++i) visit(step, i, ptx::unpack<Row>(raw[i]));
   }
 }
 
 /// kSign times these columns, scaled: as A operands, and in fp32 where wanted. Returns bits_of().
-template <int kSign, class C, class... Exact>
-__device__ __forceinline__ uint32_t load_rows(const C& c, const Scale& scale,
-                                              const __nv_bfloat16* tile, uint32_t (&rows)[4][4],
-                                              Exact&... exact) {
+template <int kSign, class C, class Row, class... Exact>
+__device__ __forceinline__ uint32_t load_rows(const C& c, const Scale& scale, const Row* tile,
+                                              uint32_t (&rows)[4][4], Exact&... exact) {
   for_each_pair(c, tile, [&](int step, int i, float2 pair) {
     pair.x *= kSign * scale.by, pair.y *= kSign * scale.by;
     rows[step][i] = ptx::pack<__half>(pair.x, pair.y);
@@ -93,8 +91,8 @@ __device__ __forceinline__ uint32_t load_rows(const C& c, const Scale& scale,
 }
 
 /// Takes the scale that state and rows want. False: all are zero, or nothing is finite.
-template <class C>
-__device__ __forceinline__ bool rescale(C& c, Scale& scale, const __nv_bfloat16* tile) {
+template <class C, class Row>
+__device__ __forceinline__ bool rescale(C& c, Scale& scale, const Row* tile) {
   float of_state = 0, of_rows = 0;
 #pragma unroll
   for (int n = 0; n < C::kTiles; ++n)
@@ -104,13 +102,15 @@ __device__ __forceinline__ bool rescale(C& c, Scale& scale, const __nv_bfloat16*
                 [&](int, int, float2 pair) { of_rows = larger(larger(of_rows, pair.x), pair.y); });
   const int top = max(warp_exponent(of_state), warp_exponent(of_rows) + scale.exponent);
   if (top <= kExponentOfZeros / 2) return false;
-  scale.move(c, scale.exponent + kTargetExponent - top);
+  const int to = scale.exponent + kTargetExponent - top;
+  // In fp16 the powers are handed on: those of other warps should be the same.
+  scale.move(c, std::is_same_v<Row, __half> ? ((to + 2) & ~3) - 2 : to);
   return true;
 }
 
 /// Rounds the state, and loads rows by load(), until both fit: at most twice. Infinities stay.
-template <class C, class Load>
-__device__ __forceinline__ void round_scaled(C& c, Scale& scale, const __nv_bfloat16* tile,
+template <class C, class Row, class Load>
+__device__ __forceinline__ void round_scaled(C& c, Scale& scale, const Row* tile,
                                              uint32_t (&rounded)[C::kSteps][4], Load&& load) {
   const auto round = [&] {
 #pragma unroll
@@ -141,6 +141,26 @@ __device__ __forceinline__ bool has_lost(const C& c, const Scale& scale) {
       finite = finite && fabsf(c.state[n][i]) <= kMostFinite;
     }
   return __any_sync(~0u, !finite) || warp_exponent(top) - scale.exponent < -kBits - scale.least;
+}
+
+/// A power of two for numbers that are far below what the warp's scale is for: of the largest one,
+/// by 2^8 n, which often is the same for other warps; and what takes numbers times both back.
+struct OwnScale {
+  float by, back;
+  __device__ __forceinline__ OwnScale(const Scale& scale, int top) {
+    const int to = min(kFarthest, scale.exponent + ((-4 - top) & ~7));
+    by = power_of_two(to - scale.exponent), back = power_of_two(-to);
+  }
+};
+/// The exponent of the largest number of the warp, or kExponentOfZeros.
+template <int kTiles>
+__device__ __forceinline__ int exponent_of(const float (&x)[kTiles][4]) {
+  float top = 0;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) top = larger(top, x[n][i]);
+  return warp_exponent(top);
 }
 
 /// `factor` x^T of 64 tokens as A operands of T.

@@ -17,25 +17,8 @@ namespace {
 /// lose bits, and X of a large one might not fit. Segments begin from the states of a scan, whose
 /// factors are in bf16.
 std::string decline_fp16(const Plan& plan) {
-  const Problem& p = plan.problem;
-  const double scale = std::abs(static_cast<double>(static_cast<float>(effective_scale(p))));
-  if (p.key_dim != 128 || p.value_dim != 128)
-    return cat("K = ", p.key_dim, ", V = ", p.value_dim, "; fp16 needs 128");
   if (plan.segmented) return "segments begin from states of bf16 factors";
-  if (!p.qk_l2norm) return "q and k are not normalised by the call";
-  if (p.beta_mode == BetaMode::kPlain) return "no sigmoid bounds beta";
-  if (!(scale >= 0x1p-8 && scale <= 0x1p4))
-    return cat("scale = ", effective_scale(p), " is not 2^-8 to 2^4 in size");
-  return {};
-}
-
-/// bf16, rows at multiples of 16 bytes, as the caller states it.
-bool has_whole_rows(const TensorDesc& desc) {
-  const int64_t steps = desc.strides[0] | desc.strides[1] | desc.strides[2];
-  return desc.dtype == DType::kBFloat16 && steps % 8 == 0 && desc.alignment >= 16;
-}
-bool has_whole_rows(const std::optional<TensorDesc>& desc) {
-  return !desc || has_whole_rows(*desc);
+  return decline_fp16_factors(plan.problem);
 }
 
 /// Why chunk_grad is the portable kernel; empty if Hopper's serves.
@@ -46,10 +29,12 @@ std::string decline_hopper_grad(const Plan& plan, const Gradients& gradients) {
     return cat("K = ", p.key_dim, ", V = ", p.value_dim, ", HV / H = ", of_each,
                "; Hopper's needs 128, or 64 with one value head a q/k head");
   for (const auto& [name, desc] : {std::pair{"q", &p.q}, std::pair{"k", &p.k}})
-    if (!has_whole_rows(*desc)) return cat(name, " is not of bf16 rows aligned to 16 bytes");
+    if (!has_whole_rows(*desc, DType::kBFloat16))
+      return cat(name, " is not of bf16 rows aligned to 16 bytes");
   for (const auto& [name, desc] : {std::pair{"d_o", &gradients.d_o}, std::pair{"dq", &gradients.dq},
                                    std::pair{"dk", &gradients.dk}})
-    if (!has_whole_rows(*desc)) return cat(name, " is not of bf16 rows aligned to 16 bytes");
+    if (!has_whole_rows(*desc, DType::kBFloat16))
+      return cat(name, " is not of bf16 rows aligned to 16 bytes");
   if (!has_units_enough(most_chunks(plan) * p.num_heads, of_each, plan.device.num_sms))
     return cat(most_chunks(plan) * p.num_heads, " chunks of q/k heads are too few for ",
                plan.device.num_sms, " SMs");
@@ -60,8 +45,9 @@ std::string decline_hopper_grad(const Plan& plan, const Gradients& gradients) {
 std::string decline_gate_tiles(const Problem& p, const Gradients& gradients) {
   if (has_head_gate(p)) return "g has one gate a head";
   if (p.head_map != HeadMap::kGrouped) return "q/k heads are tiled";
-  if (!has_whole_rows(p.g)) return "g is not of bf16 rows aligned to 16 bytes";
-  if (!has_whole_rows(gradients.dg)) return "dg is not of bf16 rows aligned to 16 bytes";
+  if (!has_whole_rows(p.g, DType::kBFloat16)) return "g is not of bf16 rows aligned to 16 bytes";
+  if (!has_whole_rows(gradients.dg, DType::kBFloat16))
+    return "dg is not of bf16 rows aligned to 16 bytes";
   return {};
 }
 
@@ -81,6 +67,25 @@ int64_t most_narrow_heads(const Plan& plan, int64_t columns) {
 
 }  // namespace
 
+std::string decline_fp16_factors(const Problem& p) {
+  const double scale = std::abs(static_cast<double>(static_cast<float>(effective_scale(p))));
+  if (p.key_dim != 128 || p.value_dim != 128)
+    return cat("K = ", p.key_dim, ", V = ", p.value_dim, "; fp16 needs 128");
+  if (!p.qk_l2norm) return "q and k are not normalised by the call";
+  if (p.beta_mode == BetaMode::kPlain) return "no sigmoid bounds beta";
+  if (!(scale >= 0x1p-8 && scale <= 0x1p4))
+    return cat("scale = ", effective_scale(p), " is not 2^-8 to 2^4 in size");
+  return {};
+}
+
+bool has_whole_rows(const TensorDesc& desc, DType type) {
+  const int64_t steps = desc.strides[0] | desc.strides[1] | desc.strides[2];
+  return desc.dtype == type && steps % 8 == 0 && desc.alignment >= 16;
+}
+bool has_whole_rows(const std::optional<TensorDesc>& desc, DType type) {
+  return !desc || has_whole_rows(*desc, type);
+}
+
 BackwardKernels kernels_of(const Plan& plan, const Gradients& gradients) {
   using Chains = BackwardKernels::Chains;
   using Grad = BackwardKernels::Grad;
@@ -88,16 +93,19 @@ BackwardKernels kernels_of(const Plan& plan, const Gradients& gradients) {
   const bool hopper = has_hopper_kernels(plan.device), tokens = wants_tokens(gradients);
   BackwardKernels kernels;
   if (hopper) kernels.chains = decline_fp16(plan).empty() ? Chains::kWgmmaFp16 : Chains::kWgmma;
-  if (tokens)
+  kernels.fp16_rows = p.q.dtype == DType::kFloat16;
+  if (kernels.fp16_rows && tokens)
+    kernels.grad = Grad::kHopper;
+  else if (tokens)
     kernels.grad =
         hopper && decline_hopper_grad(plan, gradients).empty() ? Grad::kHopper : Grad::kPortable;
-  kernels.grad_gates = grad_gates_of(p, gradients);
+  kernels.grad_gates = kernels.fp16_rows ? GradGates::kRows : grad_gates_of(p, gradients);
   kernels.errors = tokens || has_device_flags(plan);
   kernels.grad_stores_dv =
-      kernels.grad == Grad::kHopper && gradients.dv && has_whole_rows(gradients.dv);
+      kernels.grad == Grad::kHopper && gradients.dv && has_whole_rows(gradients.dv, p.q.dtype);
   kernels.parameters = gradients.dA_log || gradients.ddt_bias;
   kernels.may_fall_back =
-      kernels.chains == Chains::kWgmmaFp16 &&
+      kernels.chains == Chains::kWgmmaFp16 && !kernels.fp16_rows &&
       (gradients.d_initial_state || p.gate_mode == GateMode::kLog || plan.requested.spans);
   kernels.merge_hopper = merges_on_hopper(plan.device, p.key_dim);
   kernels.one_merge = kernels.merge_hopper && !plan.requested.spans;
@@ -178,8 +186,13 @@ void list_grad(plan::PlanBuilder& builder, const BackwardKernels& kernels) {
     builder.stage("chunk_grad", tiles,
                   cat("of each group: dq, dk, dg, dbeta", kernels.grad_stores_dv ? ", dv" : "",
                       " of a chunk, with norms, gates, steps"));
+    if (kernels.fp16_rows) {
+      builder.kernel("chunk_grad", grad_kernel(kernels.grad_gates, true),
+                     "Hopper's, which finishes them; sums over tokens in tf32");
+      return;
+    }
     const std::string gates = decline_gate_tiles(p, *builder.gradients());
-    builder.kernel("chunk_grad", grad_kernel(kernels.grad_gates),
+    builder.kernel("chunk_grad", grad_kernel(kernels.grad_gates, false),
                    cat("Hopper's, which finishes them", gates.empty() ? "" : "; ", gates));
     builder.kernel("chunk_grad", "chunk_grad_sm90, fallback",
                    "chunks with decays beyond its anchors or betas near 0");

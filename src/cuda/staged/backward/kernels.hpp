@@ -3,6 +3,8 @@
 // The plan lists them, its costs and its launches read them.
 #pragma once
 
+#include <string>
+
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
 #include "cuda/staged/kernels.hpp"
 
@@ -28,6 +30,7 @@ struct BackwardKernels {
   bool errors = false;  ///< states and errors are made, or flags are to be written by their chains
   bool grad_stores_dv = false;  ///< chunk_grad stores dv, which is dZ; else the chains do
   bool parameters = false;      ///< dA_log or ddt_bias is wanted
+  bool fp16_rows = false;       ///< q, k, v, d_o, and all that chains hand to chunk_grad
   bool may_fall_back = false;   ///< kWgmmaFp16: a second launch may redo chains with bf16 factors
   bool merge_hopper = false;    ///< segment_merge_sm90.cu
   /// Both merges of segments in a launch. A call in two phases needs them apart.
@@ -39,6 +42,13 @@ struct BackwardKernels {
 
   bool on_hopper() const { return chains != Chains::kPortable; }
 };
+
+/// Why factors of chains cannot be in fp16; empty if they can.
+std::string decline_fp16_factors(const Problem& p);
+
+/// Rows of this type at multiples of 16 bytes, as the caller states it; so are those of no tensor.
+bool has_whole_rows(const TensorDesc& desc, DType type);
+bool has_whole_rows(const std::optional<TensorDesc>& desc, DType type);
 
 /// Pure: the same answer for the plan's texts, its costs and its launches.
 BackwardKernels kernels_of(const Plan& plan, const Gradients& gradients);

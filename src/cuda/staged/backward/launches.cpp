@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // clang-format off
-// The backward of cuda.sm80.staged, from a checked call to its kernels. Start here; docs/design/backward_hopper.md
+// The backward of cuda.sm80.staged, and of cuda.sm90.staged for rows in fp16, from a checked call to its kernels. Start here; docs/design/backward_hopper.md
 // and backward_portable.md say why. kernels.hpp decides which kernels run (`kda plan --backward --device cuda --explain` prints them);
 // arguments.hpp makes what each is given; this file is the order in which they run.
 //
@@ -39,6 +39,8 @@
 //   fallback
 //
 // Also launched, and when
+//   chunk_grad_sm90, fp16        rows in fp16, in place of both launches of chunk_grad_sm90: S0, E, dS, dZ come in fp16
+//                                with a power of two for 16 columns of V; sums over tokens are in tf32
 //   upload                       first: a map of packed sequences or of segments, from lengths on the host
 //   sequence_map, zero_rows      first and last, where only the GPU knows the lengths (zero_rows: run/run.cpp)
 //   chunk_intra, fallback        behind fp16 chains alone, where d_initial_state is wanted, gates are logarithms, or
@@ -102,7 +104,7 @@ struct Stream {
 Status run_intra(const Group& group, const Stream& on) {
   const HeadGates<ChunkIntraArgs> args = intra_arguments(group);
   if (sm90::kBuilt && group.kernels.chains == Chains::kWgmmaFp16)
-    return sm90::launch_chunk_intra_fp16(args, on.after);
+    return sm90::launch_chunk_intra_fp16(args, group.kernels.fp16_rows, on.after);
   return launch_chunk_intra(args, /*half=*/false, /*tokens=*/false, on.after);
 }
 
@@ -144,6 +146,9 @@ Status run_fp16_chains(const Group& group, const ChainArgs* errors, const Revers
 /// of the other.
 Status run_chains(const Group& group, const ChainArgs* errors, const ReverseArgs& reverse,
                   const Stream& on) {
+  if (sm90::kBuilt && group.kernels.fp16_rows)
+    return sm90::launch_fp16_row_chains(errors, reverse, group.args.v, group.blocks.scales,
+                                        on.early);
   if (sm90::kBuilt && group.kernels.chains == Chains::kWgmmaFp16)
     return run_fp16_chains(group, errors, reverse, on);
   if (sm90::kBuilt && group.kernels.chains == Chains::kWgmma)

@@ -59,17 +59,16 @@ __device__ __forceinline__ void load_d_o(const Chain& c, const T* tile, uint32_t
 
 /// Copies d_o of a chunk and the columns [column, column + kColumns), which lie in one tile of V:
 /// what a warp does, by cp.async. Zeros for tokens and columns that are not there.
-template <int kColumns, class Chain>
+template <int kColumns, class Chain, class Row>
 __device__ __forceinline__ void copy_d_o(const Chain& c, const RowView& d_o, int chunk,
-                                         int first_column, __nv_bfloat16* target) {
+                                         int first_column, Row* target) {
   constexpr int kPieces = kColumns / 8, kRowStep = 32 / kPieces;
   const int row0 = c.lane / kPieces, column = first_column + c.lane % kPieces * 8;
   const int64_t token0 = c.tokens.begin + chunk * kChunk;
   const int count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.tokens.end - token0));
   const bool inside = d_o.base && column < c.a.shape.V;
-  const __nv_bfloat16* source = static_cast<const __nv_bfloat16*>(d_o.base) + column +
-                                row0 * d_o.stride_t +
-                                row_offset(d_o, c.a.map, c.tokens.sequence, token0, c.head);
+  const Row* source = static_cast<const Row*>(d_o.base) + column + row0 * d_o.stride_t +
+                      row_offset(d_o, c.a.map, c.tokens.sequence, token0, c.head);
 #pragma unroll
   for (int row = row0; row < kChunk; row += kRowStep, source += kRowStep * d_o.stride_t)
     ptx::cp_async<16>(ptx::shared_address(target + swizzled(row, column % kVTile / 8)), source,

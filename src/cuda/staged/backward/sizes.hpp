@@ -8,7 +8,7 @@
 #include "cuda/launch/blocks.hpp"
 #include "cuda/recurrent/backward/backward.hpp"
 #include "cuda/recurrent/backward/sizes.hpp"
-#include "cuda/staged/backward/chunk_grad.hpp"
+#include "cuda/staged/backward/chunk_grad_sm90.hpp"
 #include "stage/buffers.hpp"
 
 namespace kda::cuda::staged {
@@ -23,13 +23,16 @@ inline constexpr double kTwoPhaseBytes = 16e9;
 struct HeadBytes {
   StageSizes buffers;  ///< of chunk_intra, h, and E as vn
   std::size_t factors = 0, rows = 0, fallback = 0, sums = 0;
+  std::size_t scales = 0;  ///< of fp16 operands of chunk_grad
 
   /// The rows lie over the factors: chunk_grad writes them when the chains are done.
   std::size_t before_fallback() const { return std::max(factors, rows); }
   /// Behind them is what says which chains, then which chunks, fall back to another launch; in two
   /// phases also which chains of the second one do.
   std::size_t factors_then_rows() const { return before_fallback() + fallback; }
-  std::size_t all() const { return factors_then_rows() + 2 * (buffers.h + buffers.vn) + sums; }
+  std::size_t all() const {
+    return factors_then_rows() + 2 * (buffers.h + buffers.vn) + sums + scales;
+  }
 };
 
 /// The buffers of chunk_intra, in their order in the block of the factors.
@@ -48,7 +51,10 @@ inline HeadBytes head_bytes(const Plan& plan) {
   bytes.rows = static_cast<std::size_t>(p.batch * p.num_tokens) * row * sizeof(float);
   bytes.fallback = static_cast<std::size_t>(most_chunks(plan)) * kFallbackWords * sizeof(uint32_t);
   if (plan.requested.spans) bytes.fallback *= 2;  // of each phase
-  if (has_parameters(p)) {                        // of pieces, or of chunks
+  if (p.q.dtype == DType::kFloat16)
+    bytes.scales = static_cast<std::size_t>(most_chunks(plan) * kOperandKinds * kScaledColumns) *
+                   sizeof(float);
+  if (has_parameters(p)) {  // of pieces, or of chunks
     const int64_t parts = std::max({pieces_of(p), most_chunks(plan), int64_t{1}});
     bytes.sums = static_cast<std::size_t>(parts * (p.key_dim + 1)) * sizeof(double);
   }

@@ -15,12 +15,13 @@ namespace kda::cuda::intra {
 /// Elementwise work is a thread's own: one channel pair of one sub-chunk of 16 tokens, whose decays
 /// it keeps. All factors are running products of decays: no difference of sums, one exponential a
 /// token and channel. Indices are functions of the thread: in registers they made others spill.
-template <class ElementT, int kChannels, class FactorT = ElementT>
+template <class ElementT, int kChannels, class FactorT = ElementT,
+          bool kWithU = std::is_same_v<ElementT, FactorT>>
 struct IntraContext {
   using T = ElementT;  // of q, k and v, and of what scores are products of
-  using F = FactorT;   // of the factors; u is not made where it is another type
+  using F = FactorT;   // of the factors
   static constexpr int kK = kChannels;
-  static constexpr bool kMakesU = std::is_same_v<T, F>;
+  static constexpr bool kMakesU = kWithU;
   using S = Shared<T, kK, F>;
   static constexpr int kStride = S::kStride;
   static constexpr int kPairs = kK / 2;

@@ -2,6 +2,7 @@
 // The backward of cuda.sm80.staged on a GPU: regimes, sizes, options and states within the bounds
 // of its bf16 operands, against the oracle; groups of heads; what it declines. (What holds for both
 // backwards: tests/stage/backward_test.cpp, tests/cuda/recurrent/backward/backward_cuda_test.cpp.)
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -27,6 +28,7 @@ using check::Regime;
 using test::shape16;
 
 constexpr const char* kName = "cuda.sm80.staged";
+constexpr const char* kFp16Name = "cuda.sm90.staged";
 
 class StagedBackward : public test::GpuTest {};
 
@@ -152,6 +154,108 @@ TEST_F(StagedBackward, WhatFp16DoesNotHoldIsMadeAgain) {
   };
   EXPECT_TRUE(same(0, 70) && same(160, 33));
   EXPECT_FALSE(same(70, 90));
+}
+
+// ---- rows in fp16 on Hopper
+
+class Fp16Rows : public test::GpuTest {
+ protected:
+  void SetUp() override {
+    test::GpuTest::SetUp();
+    if (test::device().compute_capability != 90) GTEST_SKIP() << "needs Hopper";
+  }
+};
+
+/// d_o and gradients in fp16 too, but no d_initial_state.
+GradientBuffers fp16_gradients(const Inputs& inputs, bool d_o = true) {
+  GradientBuffers buffers =
+      check::make_gradients(inputs, {.d_o = d_o, .d_o_dtype = DType::kFloat16});
+  buffers.gradients.d_initial_state.reset();
+  return buffers;
+}
+
+check::GenerateOptions fp16_shape(int64_t tokens, int64_t heads, Regime regime) {
+  check::GenerateOptions options = shape16(tokens, heads, 128, 128, DType::kFloat16);
+  options.regime = regime;
+  return options;
+}
+
+constexpr Regime kFp16Regimes[] = {Regime::kStrong, Regime::kSlow, Regime::kTrained,
+                                   Regime::kTrainedSoftplus, Regime::kSoftplus};
+
+void expect_fp16_within(const Inputs& inputs, GradientBuffers buffers, bool many,
+                        const std::string& what) {
+  test::BackwardCall call(inputs, buffers.gradients);
+  ASSERT_EQ(call.plan.plan.implementation, kFp16Name) << what;
+  test::expect_gradients_within(inputs, std::move(buffers), &call, many, false, what);
+}
+
+TEST_F(Fp16Rows, Regimes) {
+  for (const Regime regime : kFp16Regimes) {
+    const Inputs inputs =
+        check::generate(fp16_shape(test::long_case(800), test::emulated() ? 2 : 12, regime));
+    expect_fp16_within(inputs, fp16_gradients(inputs), true, check::regime_name(regime));
+  }
+}
+
+TEST_F(Fp16Rows, LengthsAndGroups) {
+  for (const auto& [lengths, group] :
+       {std::pair{std::vector<int64_t>{1, 0, 15, 17}, 1}, {{63, 64, 65}, 2}, {{33}, 9}}) {
+    check::GenerateOptions options = fp16_shape(0, 1, Regime::kTrainedSoftplus);
+    options.seq_lens = lengths;
+    options.num_value_heads = group;
+    const Inputs inputs = check::generate(options);
+    expect_fp16_within(inputs, fp16_gradients(inputs), false, "groups of " + std::to_string(group));
+  }
+}
+
+TEST_F(Fp16Rows, ValuesAndGradientsOfAnySize) {
+  using Factor = std::function<double(int64_t)>;
+  const Inputs inputs = check::generate(fp16_shape(150, 2, Regime::kSlow));
+  GradientBuffers buffers =
+      check::make_gradients(inputs, {.d_o_dtype = DType::kFloat16, .out_dtype = DType::kFloat32});
+  const GradientBuffers half = fp16_gradients(inputs);
+  buffers.gradients.dq = half.gradients.dq, buffers.gradients.dk = half.gradients.dk;
+  buffers.gradients.d_initial_state.reset();
+  const auto all = [](double x) { return Factor([x](int64_t) { return x; }); };
+  const Factor spread = [](int64_t i) {
+    return std::ldexp(1.0, 8 - static_cast<int>(i / 256 % 25));
+  };
+  // Zeros, and columns of V far below the others.
+  const Factor columns = [](int64_t i) { return std::array{1.0, 0x1p-9, 0.0, 1.0}[i / 16 % 4]; };
+  for (const auto& [of_d_o, of_v, of_states, of_d_states] :
+       {std::tuple{all(0x1p12), all(0x1p-12), 0x1p-14, 0x1p24},
+        {all(0x1p-12), all(0x1p12), 0x1p12, 0x1p-24},
+        {spread, all(1), 1.0, 0x1p-20},
+        {columns, columns, 0.0, 0.0}}) {
+    Inputs x = inputs;
+    GradientBuffers y = buffers;
+    scale_by(&x.v, DType::kFloat16, of_v);
+    scale_by(&y.d_o, DType::kFloat16, of_d_o);
+    scale_by(&x.initial_state, DType::kFloat32, all(of_states));
+    scale_by(&y.d_final_state, DType::kFloat32, all(of_d_states));
+    expect_fp16_within(x, y, true, "d_final_state times " + std::to_string(of_d_states));
+  }
+}
+
+TEST_F(Fp16Rows, ZerosBehindALoss) {
+  const Inputs inputs = check::generate(fp16_shape(150, 1, Regime::kTrained));
+  GradientBuffers buffers = fp16_gradients(inputs);
+  constexpr int64_t kLast = 75;  // in the middle of a sub-chunk
+  scale_by(&buffers.d_o, DType::kFloat16, [](int64_t i) { return i / 128 <= kLast ? 1 : 0; });
+  scale_by(&buffers.d_final_state, DType::kFloat32, [](int64_t) { return 0; });
+  test::run_backward(inputs, &buffers);
+  for (const io::Buffer* rows : {&buffers.dq, &buffers.dk, &buffers.dv, &buffers.dg})
+    for (int64_t i = (kLast + 1) * 128; i < 150 * 128; ++i)
+      ASSERT_EQ(load_double(rows->data(), DType::kFloat16, i), 0) << i;
+}
+
+TEST_F(Fp16Rows, BitsAreTheSameAgain) {
+  const Inputs inputs = check::generate(fp16_shape(200, 2, Regime::kSoftplus));
+  GradientBuffers a = fp16_gradients(inputs), b = a;
+  test::run_backward(inputs, &a);
+  test::run_backward(inputs, &b);
+  EXPECT_TRUE(test::same_gradients(a, b));
 }
 
 TEST_F(StagedBackward, HeadSizes) {

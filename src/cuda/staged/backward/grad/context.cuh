@@ -119,22 +119,23 @@ __device__ __forceinline__ void for_each(F&& f) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) f(n, i);
 }
+template <class T = Element16>
 __device__ __forceinline__ float element(const Operand& x, int n, int i) {
-  const float2 pair = ptx::unpack<Element16>(x[2 * n + i / 2]);
+  const float2 pair = ptx::unpack<T>(x[2 * n + i / 2]);
   return i % 2 ? pair.y : pair.x;
 }
 /// The operand of numbers x(n, i).
-template <class Number>
+template <class T = Element16, class Number>
 __device__ __forceinline__ void to_operand(Operand& out, Number&& x) {
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) out[2 * n + i / 2] = ptx::pack<Element16>(x(n, i), x(n, i + 1));
+    for (int i = 0; i < 4; i += 2) out[2 * n + i / 2] = ptx::pack<T>(x(n, i), x(n, i + 1));
 }
 /// x times factors, rounded once.
-template <class Factor>
+template <class T = Element16, class Factor>
 __device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Factor&& factor) {
-  to_operand(out, [&](int n, int i) { return element(x, n, i) * factor(n, i); });
+  to_operand<T>(out, [&](int n, int i) { return element<T>(x, n, i) * factor(n, i); });
 }
 
 /// Numbers of this lane's tokens of a tile.

@@ -30,6 +30,12 @@ struct Anchors {
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i] = x[i] & ptx::equal_u16x2(pairs[i], anchor * 0x10001u);
   }
+  __device__ __forceinline__ unsigned of(int n, int i) const {
+    return pairs[2 * n + i / 2] >> i % 2 * 16 & 0xffffu;
+  }
+  __device__ __forceinline__ void take(unsigned anchor, const Part& x, Part& out) const {
+    for_each([&](int n, int i) { out[n][i] = of(n, i) == anchor ? x[n][i] : 0; });
+  }
 };
 
 /// Columns in front of their own anchors, to that of the last row.
@@ -45,12 +51,22 @@ __device__ __forceinline__ void find_ends(const Decays& d, int r, Operand& colum
   }
 }
 
+__device__ __forceinline__ void find_ends(const Decays& d, int r, Part& columns) {
+  const Anchors anchors(d, r);
+  for_each([&](int n, int i) {
+    const unsigned last = anchor_of(d.total[r][i / 2]), own = anchors.of(n, i);
+    float& x = columns[n][i];
+    x = own == last ? x : own + 1 == last ? x * kAnchorDecay : 0;
+  });
+}
+
 /// Adds columns in front of their own anchors to the rows of the same sub-chunk.
 template <class C>
-__device__ __forceinline__ void add_by_anchors(const C& c, int which, const Operand& columns,
-                                               const Decays& d, int r, float (*acc)[4]) {
+__device__ __forceinline__ void add_by_anchors(const C& c, int which,
+                                               const typename C::Decayed& columns, const Decays& d,
+                                               int r, float (*acc)[4]) {
   const Anchors anchors(d, r);
-  Operand pairs;
+  typename C::Pairs pairs;
   c.load_rows(which, r, r, pairs);
   unsigned rest = d.anchors[r];
 #pragma unroll 1
@@ -59,19 +75,20 @@ __device__ __forceinline__ void add_by_anchors(const C& c, int which, const Oper
       for_each([&](int n, int i) {
         if (anchor_of(d.row[2 * r + n][i]) >= anchor) acc[n][i] *= kAnchorDecay;
       });
-    Operand taken;
+    typename C::Decayed taken;
     anchors.take(anchor, columns, taken);
-    multiply(acc, taken, pairs);
+    C::multiply(acc, taken, pairs);
   }
 }
 
 /// Adds rows behind their own anchors to the columns of the same sub-chunk and of all earlier ones.
 template <class C>
-__device__ __forceinline__ void add_rows_by_anchors(const C& c, const Operand& rows_q,
-                                                    const Operand& rows_k, const Decays& d, int r,
-                                                    Tokens& acc) {
+__device__ __forceinline__ void add_rows_by_anchors(const C& c, const typename C::Decayed& rows_q,
+                                                    const typename C::Decayed& rows_k,
+                                                    const Decays& d, int r, Tokens& acc) {
   const Anchors anchors(d, r);
-  Operand taken_q, taken_k, by_d_o, by_dz;
+  typename C::Decayed taken_q, taken_k;
+  typename C::Pairs by_d_o, by_dz;
   const auto take = [&](unsigned anchor) {
     anchors.take(anchor, rows_q, taken_q), anchors.take(anchor, rows_k, taken_k);
   };
@@ -81,8 +98,8 @@ __device__ __forceinline__ void add_rows_by_anchors(const C& c, const Operand& r
   for (int earlier = r - 1; earlier >= 0; --earlier) {
     c.load_columns(0, r, earlier, by_d_o), c.load_columns(1, r, earlier, by_dz);
     decay_part(acc + 2 * earlier, over);
-    multiply(acc + 2 * earlier, taken_q, by_d_o);
-    multiply(acc + 2 * earlier, taken_k, by_dz);
+    C::multiply(acc + 2 * earlier, taken_q, by_d_o);
+    C::multiply(acc + 2 * earlier, taken_k, by_dz);
   }
   c.load_columns(0, r, r, by_d_o), c.load_columns(1, r, r, by_dz);
   float(*const x)[4] = acc + 2 * r;
@@ -95,8 +112,8 @@ __device__ __forceinline__ void add_rows_by_anchors(const C& c, const Operand& r
       if (decays[i / 2] && anchor_of(d.row[2 * r + n][i]) <= number) x[n][i] *= kAnchorDecay;
     });
     take(number);
-    multiply(x, taken_q, by_d_o);
-    multiply(x, taken_k, by_dz);
+    C::multiply(x, taken_q, by_d_o);
+    C::multiply(x, taken_k, by_dz);
   }
 }
 

@@ -13,6 +13,7 @@
 //   name              who arrives (count)           who waits        what it protects
 //   rows_full         load, twice (128)             compute          q, k, gates, beta and bias are there
 //   values_full       load (64), bulk copies (1)    compute, store   d_o, E, dZ, S0, dS are there
+//   scaled            compute (256)                 store            fp16: all columns of dZ have one power of two
 //   d_o_empty         compute (256)                 load             d_o was read
 //   d_state_empty     compute (256)                 load             dS and E were read
 //   state_empty       compute (256), store (64)     load             S0 and dZ were read; store reads dZ for dv
@@ -48,6 +49,7 @@
 #pragma once
 
 #include "cuda/staged/backward/grad_sm90/gates.cuh"
+#include "cuda/staged/backward/grad_sm90/level.cuh"
 #include "cuda/staged/backward/grad_sm90/outputs.cuh"
 #include "cuda/staged/backward/grad_sm90/pairs.cuh"
 #include "cuda/staged/backward/grad_sm90/products.cuh"
@@ -68,6 +70,7 @@ __device__ __forceinline__ void run_chunk(const C& c) {
   begin_gates(c, gates);
   wait_full(s.rows_full, c.turn);
   wait_full(s.values_full, c.turn);
+  if constexpr (C::kWide) level_operands(c);
   ptx::fence_async_proxy();  // d_o was not copied by it
   ptx::wgmma_fence();
   if constexpr (kPair)
@@ -90,13 +93,17 @@ __device__ __forceinline__ void run_chunk(const C& c) {
   }
   c.sync();
 
-  const float2 states = multiply_states(c);
+  float2 states = multiply_states(c);
+  if constexpr (C::kWide) {
+    const float back = c.back(kOfState) * c.back(kOfDState);
+    states.x *= back, states.y *= back;
+  }
   c.template fence<Fence::kBeforeQueries>();
   ptx::wgmma_wait<0>();
   ptx::fence_operands(queries);
   ptx::mbarrier_arrive(s.d_o_empty);
   c.scale_tokens(factors.q_state, queries);
-  Columns columns;
+  Columns<C> columns;
   add_queries<kSeveral>(c, d, queries, columns, dG);
 
   Tokens dk;
@@ -112,11 +119,11 @@ __device__ __forceinline__ void run_chunk(const C& c) {
   ptx::mbarrier_arrive(s.d_state_empty);
   c.scale_tokens(factors.column_state, dk);
   float2 over_chunk;
-  float2 boundary = boundary_of_columns<kSeveral>(d, columns, dk, &over_chunk);
+  float2 boundary = boundary_of_columns<kSeveral>(c, d, columns, dk, &over_chunk);
   c.sync();
   store_output(c, 0, q, s.along_q[c.head()], queries);
   ptx::rename_registers(d.row, c.a.zero);
-  if (kSeveral) ptx::rename_registers(reinterpret_cast<float(&)[kSubchunks][4]>(columns), c.a.zero);
+  if (kSeveral) columns.rename(c);
   add_columns<kSeveral>(c, d, columns, dk, dG);
 
   Tokens keys;
@@ -142,9 +149,9 @@ __device__ __forceinline__ void run_chunk(const C& c) {
   store_gates<kMode>(c, gates, dG, boundary);
 }
 
-template <GateMode kMode, Heads kHeads, GradGates kGates>
-__device__ __forceinline__ void run_compute(const Args& a, SharedOf<kHeads, kGates>& s) {
-  ComputeContext<kCountOf<kHeads>, kGates> c(a, s);
+template <GateMode kMode, Heads kHeads, GradGates kGates, class T>
+__device__ __forceinline__ void run_compute(const Args& a, SharedOf<kHeads, kGates, T>& s) {
+  ComputeContext<kCountOf<kHeads>, kGates, T> c(a, s);
   const unsigned tasks = existing_tasks<kHeads>(a);
 #pragma unroll 1
   for (Turns<kHeads> turns(a); turns.task < tasks; turns.advance(a)) {

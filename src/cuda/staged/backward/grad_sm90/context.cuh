@@ -20,6 +20,7 @@ using cuda::grad::kSubchunk;
 using cuda::grad::kSubchunks;
 using cuda::grad::kTokenTiles;
 using cuda::grad::Operand;
+using cuda::grad::Part;
 using cuda::grad::scale_operand;
 using cuda::grad::to_operand;
 using cuda::grad::Tokens;
@@ -37,13 +38,49 @@ enum class Fence : unsigned {
   kBeforeQueries = 51,  // products of states are there before those for dq are waited for
 };
 
-template <int kOfBlock, GradGates kOf>
+/// A rounded to tf32.
+__device__ __forceinline__ float rounded_tf32(float x) {
+  return __uint_as_float(ptx::to_tf32(x) & 0xffffe000u);
+}
+template <class T = Element16>
+__device__ __forceinline__ float element(const Part& x, int n, int i) {
+  return x[n][i];
+}
+template <class T = Element16, class Factor>
+__device__ __forceinline__ void scale_operand(const Operand& x, Part& out, Factor&& factor) {
+  for_each([&](int n, int i) { out[n][i] = rounded_tf32(element<T>(x, n, i) * factor(n, i)); });
+}
+
+/// Makes an operand that is nothing else: the product drops the bits behind.
+template <class T, class Factor>
+__device__ __forceinline__ void scale_rows(const Operand& x, Part& out, Factor&& factor) {
+  for_each([&](int n, int i) {
+    out[n][i] = __uint_as_float(ptx::to_tf32(element<T>(x, n, i) * factor(n, i)));
+  });
+}
+template <class T, class Factor>
+__device__ __forceinline__ void scale_rows(const Operand& x, Operand& out, Factor&& factor) {
+  scale_operand<T>(x, out, factor);
+}
+
+/// Exclusive or with the column of a pair in tf32, of this row: rows that a warp reads or writes
+/// together, eight neighbours or every second one, lie in other banks.
+__device__ __forceinline__ int wide_swizzle(int row) { return ((row / 2 ^ row * 2) & 3) * 8; }
+
+template <int kOfBlock, GradGates kOf, class ElementT>
 struct ComputeContext {
   static constexpr int kHeads = kOfBlock;  // that the block has at once
   static constexpr GradGates kGates = kOf;
   static constexpr int kSteps = kK / kHeads / 16;  // of products over V
+  using T = ElementT;
+  using S = Shared<kHeads, kGates, T>;
+  /// Sums over tokens in tf32, which has the digits of fp16 and the range that decays need. Its A
+  /// operands are fp32 as it stands: a lane's tokens 2 t and 2 t + 1 are k = t and t + 4.
+  static constexpr bool kWide = S::kWide;
+  using Decayed = std::conditional_t<kWide, Part, Operand>;  // rows or columns of 16 tokens
+  using Pairs = std::conditional_t<kWide, uint32_t[2][2][2], Operand>;
   const Args& a;
-  Shared<kHeads, kGates>& s;
+  S& s;
   const int tid, lane, warp;
   int turn = 0;  // chunks before this one
   // Whether other value heads of the q/k head have their turn before and after this one.
@@ -53,7 +90,7 @@ struct ComputeContext {
   const uint32_t transposed;  // of its warp's channels in a pair of tiles, from their start
   const uint32_t by_rows, by_columns;  // of pairs: to be summed over earlier, over later tokens
 
-  __device__ ComputeContext(const Args& args, Shared<kHeads, kGates>& shared)
+  __device__ ComputeContext(const Args& args, S& shared)
       : a(args),
         s(shared),
         tid(static_cast<int>(threadIdx.x)),
@@ -73,6 +110,13 @@ struct ComputeContext {
   __device__ int channel() const { return 16 * warp + g(); }
   __device__ const Numbers<kHeads, kGates>& numbers() const { return s.numbers[turn & 1]; }
   __device__ const Factors& factors() const { return s.factors[head()]; }
+  /// The factor that takes a product with operands of this kind back; 1 in bf16.
+  __device__ __forceinline__ float back(OperandKind kind) const {
+    if constexpr (kWide)
+      return s.of_elements.scales[turn & 1].back[kind];
+    else
+      return 1;
+  }
   /// The compiler moves nothing over it.
   template <Fence kFence>
   __device__ __forceinline__ void fence() const {
@@ -114,6 +158,53 @@ struct ComputeContext {
     ptx::ldmatrix_x4_trans(x, (by_columns ^ earlier * 32) + which * static_cast<int>(sizeof(Tile)) +
                                   later * kSubchunkBytes);
   }
+  /// Pairs in tf32: [n8 tile of results][of sums][token 2 t or 2 t + 1].
+  __device__ __forceinline__ void load_rows(int which, int later, int earlier,
+                                            uint32_t (&x)[2][2][2]) const {
+    const float* pairs = wide_pairs(which) + g() * kChunk;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int row = 16 * later + 8 * m, column = (16 * earlier + 8 * n) ^ wide_swizzle(g());
+        const float2 pair =
+            *reinterpret_cast<const float2*>(pairs + row * kChunk + column + 2 * t());
+        x[m][n][0] = __float_as_uint(pair.x), x[m][n][1] = __float_as_uint(pair.y);
+      }
+  }
+  __device__ __forceinline__ void load_columns(int which, int later, int earlier,
+                                               uint32_t (&x)[2][2][2]) const {
+    const float* pairs = wide_pairs(which) + g();
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int row = 2 * t() + i, column = (16 * earlier + 8 * m) ^ wide_swizzle(row);
+          x[m][n][i] = __float_as_uint(pairs[(16 * later + 8 * n + row) * kChunk + column]);
+        }
+  }
+  __device__ __forceinline__ float* wide_pairs(int which) const {
+    if constexpr (kWide) return s.pairs[0][which];
+    return nullptr;
+  }
+  /// acc += x y for two n8 tiles.
+  __device__ __forceinline__ static void multiply(float (*acc)[4], const Operand& x,
+                                                  const Operand& y) {
+    ptx::mma_16816<T>(acc[0], x, y[0], y[1]);
+    ptx::mma_16816<T>(acc[1], x, y[2], y[3]);
+  }
+  __device__ __forceinline__ static void multiply(float (*acc)[4], const Part& x,
+                                                  const uint32_t (&y)[2][2][2]) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const uint32_t a[4] = {__float_as_uint(x[n][0]), __float_as_uint(x[n][2]),
+                             __float_as_uint(x[n][1]), __float_as_uint(x[n][3])};
+#pragma unroll
+      for (int m = 0; m < 2; ++m) ptx::mma_1688_tf32(acc[m], a, y[m][n][0], y[m][n][1]);
+    }
+  }
   __device__ __forceinline__ float2 of_tokens(const float (&numbers)[kChunk], int n) const {
     return *reinterpret_cast<const float2*>(&numbers[8 * n + 2 * t()]);
   }
@@ -126,12 +217,6 @@ struct ComputeContext {
     }
   }
 };
-
-/// acc += x y for two n8 tiles.
-__device__ __forceinline__ void multiply(float (*acc)[4], const Operand& x, const Operand& y) {
-  ptx::mma_16816<Element16>(acc[0], x, y[0], y[1]);
-  ptx::mma_16816<Element16>(acc[1], x, y[2], y[3]);
-}
 
 /// A product over tokens 2 t and 2 t + 1 of each lane, of numbers in two parts of 11 bits:
 /// acc[.][token] += x[.][earlier or later token], as `weights` of this lane say.

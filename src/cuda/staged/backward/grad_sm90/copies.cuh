@@ -170,9 +170,29 @@ __device__ __forceinline__ void prefetch_gates(const Args& a, const Task<kHeads>
   }
 }
 
-template <Heads kHeads, GradGates kGates>
-__device__ __forceinline__ void run_loads(const Args& a, SharedOf<kHeads, kGates>& s, int thread) {
+/// Powers of two of fp16 operands: a lane has those of 16 columns of V of one kind.
+template <class Scales>
+__device__ __forceinline__ void store_scales(float back, int lane, Scales& scales) {
+  float top = back;
+#pragma unroll
+  for (int i = 1; i < kScaledColumns; i *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+  const int kind = lane / kScaledColumns;
+  // Powers of two from top down. Zeros have 0, and need none.
+  const unsigned below = back == 0 ? 0 : (__float_as_uint(top) - __float_as_uint(back)) >> 23;
+  const float level = below < 64 ? __uint_as_float((127 - below) << 23) : 0.0f;
+  scales.level[kind][lane % kScaledColumns] = ptx::pack<__half>(level, level);
+  unsigned most = below;
+#pragma unroll
+  for (int i = 1; i < kScaledColumns; i *= 2) most |= __shfl_xor_sync(~0u, most, i);
+  if (lane % kScaledColumns > 0) return;
+  scales.back[kind] = top, scales.differ[kind] = most > 0;
+}
+
+template <Heads kHeads, GradGates kGates, class T>
+__device__ __forceinline__ void run_loads(const Args& a, SharedOf<kHeads, kGates, T>& s,
+                                          int thread) {
   constexpr int kCount = kCountOf<kHeads>;
+  constexpr bool kWide = SharedOf<kHeads, kGates, T>::kWide;
   const unsigned tasks = existing_tasks<kHeads>(a);
 #pragma unroll 1
   for (Turns<kHeads> turns(a); turns.task < tasks; turns.advance(a)) {
@@ -181,6 +201,10 @@ __device__ __forceinline__ void run_loads(const Args& a, SharedOf<kHeads, kGates
     const Task<kCount> task(a, tile_of<kHeads, kGates>(a, turns.task));
     const int q_head = q_head_of<kHeads, kGates>(a, task);
     const RawNumbers<kCount, kGates> raw(a, task, thread);
+    float back = 0;
+    if constexpr (kWide)
+      if (thread < 32)
+        back = a.scales[int64_t{task.tile} * (kOperandKinds * kScaledColumns) + thread];
     if constexpr (kGates == GradGates::kRows) prefetch_gates(a, task, thread);
     const Pieces<kCount> pieces(thread);
     // Tiles of a pair lie behind each other. A value head that is alone leaves the second half.
@@ -195,6 +219,8 @@ __device__ __forceinline__ void run_loads(const Args& a, SharedOf<kHeads, kGates
     if constexpr (kGates == GradGates::kTiles)
       copy_rows(a, s.gates.of_turn[turn % 2], a.g, task, task.head, pieces);
     store_numbers(a, task, thread, raw, s.numbers[turn % 2]);
+    if constexpr (kWide)
+      if (thread < 32) store_scales(back, thread, s.of_elements.scales[turn % 2]);
     if constexpr (kGates == GradGates::kRows) ptx::mbarrier_arrive(s.gates.numbers_full);
     ptx::mbarrier_arrive(s.rows_full);
     wait_empty(s.d_state_empty, turn);
@@ -218,11 +244,11 @@ __device__ __forceinline__ void run_loads(const Args& a, SharedOf<kHeads, kGates
   }
 }
 
-/// Rows of the tokens of the chunk.
-template <int kHeads>
+/// Rows of the tokens of the chunk; convert(16 bytes) is what is stored.
+template <int kHeads, class Convert>
 __device__ __forceinline__ void store_rows(const Args& a, const Tile (&from)[kHalves],
                                            const RowView& view, const Task<kHeads>& task, int head,
-                                           const Pieces<kHeads>& pieces) {
+                                           const Pieces<kHeads>& pieces, Convert&& convert) {
   if (!view.base) return;
   constexpr int kStep = Pieces<kHeads>::kStep;
   const auto* source = reinterpret_cast<const char*>(from);
@@ -237,12 +263,38 @@ __device__ __forceinline__ void store_rows(const Args& a, const Tile (&from)[kHa
       x[i] = *reinterpret_cast<const uint4*>(source + pieces.place(first + i));
 #pragma unroll
     for (int i = 0; i < 4; ++i, to += kStep * view.stride_t)
-      if ((first + i) * kStep < rows) *reinterpret_cast<uint4*>(to) = x[i];
+      if ((first + i) * kStep < rows) *reinterpret_cast<uint4*>(to) = convert(x[i]);
+  }
+}
+template <int kHeads>
+__device__ __forceinline__ void store_rows(const Args& a, const Tile (&from)[kHalves],
+                                           const RowView& view, const Task<kHeads>& task, int head,
+                                           const Pieces<kHeads>& pieces) {
+  store_rows(a, from, view, task, head, pieces, [](uint4 x) { return x; });
+}
+__device__ __forceinline__ uint32_t scale_pair(uint32_t pair, float factor) {
+  const float2 x = ptx::unpack<__half>(pair);
+  return ptx::pack<__half>(x.x * factor, x.y * factor);
+}
+/// dZ, which is dv. In fp16 it is held times a power of two.
+template <int kHeads, class S>
+__device__ __forceinline__ void store_values(const Args& a, S& s, int turn,
+                                             const Task<kHeads>& task,
+                                             const Pieces<kHeads>& pieces) {
+  if constexpr (S::kWide) {
+    wait_full(s.of_elements.scaled, turn);
+    const float back = s.of_elements.scales[turn % 2].back[kOfDz];
+    store_rows(a, s.dz, a.dv, task, task.head, pieces, [&](uint4 x) {
+      return uint4{scale_pair(x.x, back), scale_pair(x.y, back), scale_pair(x.z, back),
+                   scale_pair(x.w, back)};
+    });
+  } else {
+    store_rows(a, s.dz, a.dv, task, task.head, pieces);
   }
 }
 
-template <int kHeads, GradGates kGates>
-__device__ __forceinline__ void store_beta(const Args& a, const Shared<kHeads, kGates>& s,
+template <int kHeads, GradGates kGates, class T>
+__device__ __forceinline__ void store_beta(const Args& a, const Shared<kHeads, kGates, T>& s,
                                            const Numbers<kHeads, kGates>& numbers,
                                            const Task<kHeads>& task, int token) {
   if (!a.dbeta.base || token >= task.chunk.count) return;
@@ -278,9 +330,9 @@ __device__ __forceinline__ void store_sums(const Args& a, const Sums& sums,
 }
 
 /// dg of one gate a head: the sums of the warps, in order.
-template <int kHeads>
+template <int kHeads, class T>
 __device__ __forceinline__ void store_head_gates(const Args& a,
-                                                 const Shared<kHeads, GradGates::kHead>& s,
+                                                 const Shared<kHeads, GradGates::kHead, T>& s,
                                                  const Task<kHeads>& task, int token) {
   if (!a.dg.base || token >= task.chunk.count) return;
   constexpr int kWarps = kComputeWarps / kHeads;
@@ -295,8 +347,9 @@ __device__ __forceinline__ void store_head_gates(const Args& a,
   }
 }
 
-template <Heads kHeads, GradGates kGates>
-__device__ __forceinline__ void run_stores(const Args& a, SharedOf<kHeads, kGates>& s, int thread) {
+template <Heads kHeads, GradGates kGates, class T>
+__device__ __forceinline__ void run_stores(const Args& a, SharedOf<kHeads, kGates, T>& s,
+                                           int thread) {
   constexpr int kCount = kCountOf<kHeads>, kWarps = kComputeWarps / kCount;
   const Pieces<kCount> pieces(thread);
   const unsigned tasks = existing_tasks<kHeads>(a);
@@ -309,7 +362,7 @@ __device__ __forceinline__ void run_stores(const Args& a, SharedOf<kHeads, kGate
     const bool finishes = !turns.has_later(a);  // dq and dk
     const Numbers<kCount, kGates>& numbers = s.numbers[turn % 2];
     wait_full(s.values_full, turn);
-    store_rows(a, s.dz, a.dv, task, task.head, pieces);
+    store_values(a, s, turn, task, pieces);
     ptx::mbarrier_arrive(s.state_empty);
     wait_full(s.out_full, 0);  // two in each turn
     store_beta(a, s, numbers, task, thread);

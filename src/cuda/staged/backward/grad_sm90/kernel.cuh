@@ -19,29 +19,31 @@ namespace kda::cuda::sm90 {
 Status launch_grad_tiles(const grad::Args& args, int64_t num_sms, const Launch& where);
 Status launch_grad_rows(const grad::Args& args, int64_t num_sms, const Launch& where);
 Status launch_grad_head(const grad::Args& args, int64_t num_sms, const Launch& where);
+/// The first launch for fp16 rows and operands, with gates by rows; there is no second one.
+Status launch_grad_fp16(const grad::Args& args, int64_t num_sms, const Launch& where);
 
 namespace {
 
 using grad::Heads;
 
-template <GateMode kMode, Heads kHeads, GradGates kGates>
+template <GateMode kMode, Heads kHeads, GradGates kGates, class T>
 __global__ void __launch_bounds__(grad::kThreads, 1)
     chunk_grad_kernel(const __grid_constant__ grad::Args a) {
-  auto& s = *reinterpret_cast<grad::SharedOf<kHeads, kGates>*>(ptx::dynamic_shared());
+  auto& s = *reinterpret_cast<grad::SharedOf<kHeads, kGates, T>*>(ptx::dynamic_shared());
   if (threadIdx.x == 0) grad::init_barriers(s);
   __syncthreads();
   ptx::griddepcontrol_wait();
   if (threadIdx.x < grad::kComputeThreads) {
     ptx::warpgroup_reg_alloc<grad::kComputeRegisters>();
-    grad::run_compute<kMode, kHeads, kGates>(a, s);
+    grad::run_compute<kMode, kHeads, kGates, T>(a, s);
     return;
   }
   ptx::warpgroup_reg_dealloc<grad::kCopierRegisters>();
   const int thread = static_cast<int>(threadIdx.x) - grad::kComputeThreads;
   if (thread < grad::kCopiers)
-    grad::run_loads<kHeads, kGates>(a, s, thread);
+    grad::run_loads<kHeads, kGates, T>(a, s, thread);
   else
-    grad::run_stores<kHeads, kGates>(a, s, thread - grad::kCopiers);
+    grad::run_stores<kHeads, kGates, T>(a, s, thread - grad::kCopiers);
 }
 
 template <GradGates kGates>
@@ -54,12 +56,13 @@ __global__ void __launch_bounds__(cuda::grad::kThreads, 2)
 /// Chunks and q/k heads.
 int64_t units_of(const grad::Args& args) { return args.num_chunks * args.shape.H; }
 
-template <GateMode kMode, Heads kHeads, GradGates kGates>
+template <GateMode kMode, Heads kHeads, GradGates kGates, class T = grad::Element16>
 Status launch(const grad::Args& args, int64_t tasks, int64_t num_sms, const Launch& where) {
-  constexpr int kBytes = sizeof(grad::SharedOf<kHeads, kGates>);
+  constexpr int kBytes = sizeof(grad::SharedOf<kHeads, kGates, T>);
   static_assert(kBytes <= kSharedMemory);
-  return launch_kernel(grad_kernel(kGates), chunk_grad_kernel<kMode, kHeads, kGates>,
-                       std::min(tasks, num_sms), grad::kThreads, kBytes, where, args);
+  return launch_kernel(grad_kernel(kGates, std::is_same_v<T, __half>),
+                       chunk_grad_kernel<kMode, kHeads, kGates, T>, std::min(tasks, num_sms),
+                       grad::kThreads, kBytes, where, args);
 }
 template <GateMode kMode, GradGates kGates>
 Status launch(const grad::Args& args, int64_t num_sms, const Launch& where) {

@@ -64,6 +64,7 @@ __device__ __forceinline__ void store_token_sums(const C& c, float (&sums)[16],
 template <class C>
 __device__ __forceinline__ void store_shares(const C& c, int which, uint32_t x, const Tokens& y,
                                              float (&shares)[kChunk][kComputeWarps + 1]) {
+  using T = typename C::T;
   if (c.has_later) return keep_for_later_heads(c, which, y);
   float sums[16];
 #pragma unroll
@@ -74,8 +75,8 @@ __device__ __forceinline__ void store_shares(const C& c, int which, uint32_t x, 
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        sums[2 * (2 * r + n) + i] =
-            element(raw, n, i) * y[2 * r + n][i] + element(raw, n, i + 2) * y[2 * r + n][i + 2];
+        sums[2 * (2 * r + n) + i] = element<T>(raw, n, i) * y[2 * r + n][i] +
+                                    element<T>(raw, n, i + 2) * y[2 * r + n][i + 2];
   }
   store_token_sums(c, sums, shares);
 }
@@ -99,6 +100,7 @@ __device__ __forceinline__ void add_shares(const C& c,
 template <class C>
 __device__ __forceinline__ void store_output(const C& c, int which, uint32_t x,
                                              const float (&along)[kChunk], const Tokens& y) {
+  using T = typename C::T;
   wait_empty(c.s.out_empty, which);  // two in each turn
   if (c.has_later) return ptx::mbarrier_arrive(c.s.out_full);
   const uint32_t out = c.channels_of(c.s.out);
@@ -107,8 +109,8 @@ __device__ __forceinline__ void store_output(const C& c, int which, uint32_t x,
     Operand raw, rounded;
     C::load(x, r, raw);
     const float2 pairs[2] = {c.of_tokens(along, 2 * r), c.of_tokens(along, 2 * r + 1)};
-    to_operand(rounded, [&](int n, int i) {
-      return y[2 * r + n][i] - (i % 2 ? pairs[n].y : pairs[n].x) * element(raw, n, i);
+    to_operand<T>(rounded, [&](int n, int i) {
+      return y[2 * r + n][i] - (i % 2 ? pairs[n].y : pairs[n].x) * element<T>(raw, n, i);
     });
     ptx::stmatrix_x4_trans(out + r * kSubchunkBytes, rounded);
   }

@@ -24,7 +24,7 @@ __device__ __forceinline__ void find_factors_of(const C& c, bool of_k) {
     for (int step = 0; step < kK / C::kHeads / 16; ++step) {
       Operand x;
       ptx::ldmatrix_x4(x, (rows ^ step % 4 * 32) + step / 4 * static_cast<int>(sizeof(Tile)));
-      multiply(acc, x, {x[0], x[2], x[1], x[3]});
+      C::multiply(acc, x, {x[0], x[2], x[1], x[3]});
     }
     const float2 squares = cuda::grad::diagonal_of(c, acc);
     norms = {rsqrtf(squares.x + 1e-6f), rsqrtf(squares.y + 1e-6f)};
@@ -35,12 +35,15 @@ __device__ __forceinline__ void find_factors_of(const C& c, bool of_k) {
   Factors& factors = c.s.factors[c.head()];
   if (of_k) {
     const float column = c.numbers().beta[c.head()][token] * norm;
-    factors.minus_k_row[token] = -norm, factors.minus_k_state[token] = -norm / kAnchor;
-    factors.column[token] = column, factors.column_state[token] = column * kAnchor;
+    factors.minus_k_row[token] = -norm * c.back(kOfDz) * c.back(kOfErrors);
+    factors.minus_k_state[token] = -norm / kAnchor * c.back(kOfState) * c.back(kOfDz);
+    factors.column[token] = column;
+    factors.column_state[token] = column * kAnchor * c.back(kOfDState) * c.back(kOfErrors);
     factors.k_along[token] = along;
   } else {
     const float row = c.a.gate.scale * norm;
-    factors.q_row[token] = row, factors.q_state[token] = row / kAnchor;
+    factors.q_row[token] = row * c.back(kOfErrors);
+    factors.q_state[token] = row / kAnchor * c.back(kOfState);
     factors.q_along[token] = along;
   }
 }
@@ -52,6 +55,30 @@ __device__ __forceinline__ void find_factors(const C& c) {
     find_factors_of(c, c.group() == 1);
 }
 
+/// Pairs of a warp's 16 tokens with those of sub-chunk b, to the place of its rows.
+template <class C>
+__device__ __forceinline__ void put_pairs(const C& c, bool by_dz, int block, int b,
+                                          const float (&x)[2][4]) {
+  if constexpr (C::kWide) {
+    float* rows = c.wide_pairs(by_dz) + (16 * block + c.g()) * kChunk;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int column = (16 * b + 8 * n) ^ wide_swizzle(c.g());
+        *reinterpret_cast<float2*>(rows + 8 * half * kChunk + column + 2 * c.t()) = {
+            __uint_as_float(ptx::to_tf32(x[n][2 * half])),
+            __uint_as_float(ptx::to_tf32(x[n][2 * half + 1]))};
+      }
+  } else {
+    using T = typename C::T;
+    const uint32_t to =
+        c.by_columns + by_dz * static_cast<int>(sizeof(Tile)) + block * kSubchunkBytes;
+    ptx::stmatrix_x4(to ^ b * 32, {ptx::pack<T>(x[0][0], x[0][1]), ptx::pack<T>(x[0][2], x[0][3]),
+                                   ptx::pack<T>(x[1][0], x[1][1]), ptx::pack<T>(x[1][2], x[1][3])});
+  }
+}
+
 /// A warp stores its 16 rows: later tokens. The diagonals stay in fp32.
 template <class C>
 __device__ __forceinline__ void store_pairs(const C& c, bool by_dz, const Tokens& products) {
@@ -60,8 +87,7 @@ __device__ __forceinline__ void store_pairs(const C& c, bool by_dz, const Tokens
   const float* of_rows = by_dz ? factors.minus_k_row : factors.q_row;
   const float row[2] = {of_rows[i0], of_rows[i0 + 8]};
   float* diagonal = by_dz ? c.s.products[c.head()] : c.s.own_pair[c.head()];
-  const uint32_t to =
-      c.by_columns + by_dz * static_cast<int>(sizeof(Tile)) + block * kSubchunkBytes;
+  const float of_products = c.back(kOfDz) * c.back(kOfErrors);
 #pragma unroll
   for (int b = 0; b < kSubchunks; ++b) {
     if (b > block) continue;
@@ -76,14 +102,11 @@ __device__ __forceinline__ void store_pairs(const C& c, bool by_dz, const Tokens
         x[n][i] = product[i] * row[i / 2] * (i % 2 ? column.y : column.x);
         if (b != block) continue;
         const int later = i0 + i / 2 * 8, earlier = j0 + i % 2;
-        if (later == earlier) diagonal[later] = by_dz ? product[i] : x[n][i];
+        if (later == earlier) diagonal[later] = by_dz ? product[i] * of_products : x[n][i];
         x[n][i] = earlier < later ? x[n][i] : 0;
       }
     }
-    ptx::stmatrix_x4(
-        to ^ b * 32,
-        {ptx::pack<Element16>(x[0][0], x[0][1]), ptx::pack<Element16>(x[0][2], x[0][3]),
-         ptx::pack<Element16>(x[1][0], x[1][1]), ptx::pack<Element16>(x[1][2], x[1][3])});
+    put_pairs(c, by_dz, block, b, x);
   }
 }
 

@@ -19,11 +19,11 @@ __device__ __forceinline__ void begin_pairs(const C& c, const Tile (&of_rows)[kH
                                             Tokens& pairs) {
   const uint64_t rows = descriptor(of_rows[c.head()]);
   const uint64_t errors = descriptor(c.s.errors[c.head()]);
-  ptx::wgmma_n64_shared<Element16, false, false>(pairs, rows, errors);
+  ptx::wgmma_n64_shared<typename C::T, false, false>(pairs, rows, errors);
 #pragma unroll
   for (int step = 1; step < C::kSteps; ++step)
-    ptx::wgmma_n64_shared<Element16, false, true>(pairs, ptx::next_columns(rows, 16 * step),
-                                                  ptx::next_columns(errors, 16 * step));
+    ptx::wgmma_n64_shared<typename C::T, false, true>(pairs, ptx::next_columns(rows, 16 * step),
+                                                      ptx::next_columns(errors, 16 * step));
 }
 
 /// [64 channels of the warpgroup, 64 tokens] = state rows^T, the state by rows of V.
@@ -33,11 +33,11 @@ __device__ __forceinline__ void begin_state(const C& c, const State<C::kHeads>& 
   const uint64_t a[kHalves] = {descriptor(state[0][c.group()]),
                                descriptor(state[kHalves / C::kHeads - 1][c.group()])};
   const uint64_t b = descriptor(rows[c.head()]);
-  ptx::wgmma_n64_shared<Element16, true, false>(acc, a[0], b);
+  ptx::wgmma_n64_shared<typename C::T, true, false>(acc, a[0], b);
 #pragma unroll
   for (int step = 1; step < C::kSteps; ++step)
-    ptx::wgmma_n64_shared<Element16, true, true>(acc, ptx::next_rows(a[step / 4], step % 4 * 16),
-                                                 ptx::next_columns(b, 16 * step));
+    ptx::wgmma_n64_shared<typename C::T, true, true>(
+        acc, ptx::next_rows(a[step / 4], step % 4 * 16), ptx::next_columns(b, 16 * step));
   ptx::wgmma_commit();
 }
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ float2 multiply_states(const C& c) {
       C::load(ptx::shared_address(tiles[step / 4]) + c.transposed, step % 4, x);
     };
     load(c.s.state, state), load(c.s.d_state, d_state);
-    multiply(acc, state, {d_state[0], d_state[2], d_state[1], d_state[3]});
+    C::multiply(acc, state, {d_state[0], d_state[2], d_state[1], d_state[3]});
   }
   return cuda::grad::diagonal_of(c, acc);
 }

@@ -6,6 +6,10 @@
 // all threads that compute have read it.
 #pragma once
 
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
 #include "cuda/staged/backward/grad/context.cuh"
@@ -80,6 +84,27 @@ struct Sums {
 template <int kHeads>
 using State = Tile[kHalves / kHeads][kHalves];
 
+/// fp16 operands are times powers of two, one for each 16 columns of V.
+enum OperandKind { kOfState, kOfErrors, kOfDState, kOfDz };
+static_assert(kOfDz + 1 == kOperandKinds && kK / 16 == kScaledColumns);
+
+/// By elements of the operands. Pairs, [later, earlier]: in the other's 16 bits, or in tf32.
+template <class T>
+struct ElementParts {
+  using PairTile = Tile;
+};
+template <>
+struct ElementParts<__half> {
+  using PairTile = float[kChunk * kChunk];  // rows of 64, swizzled (wide_swizzle())
+  struct Scales {
+    float back[kOperandKinds];  // what takes operands of one power of two back
+    // Factors that take 16 columns to that one, as pairs of fp16.
+    uint32_t level[kOperandKinds][kScaledColumns];
+    bool differ[kOperandKinds];  // whether any is not 1
+  } scales[2];                   // of a turn, from the warps that load
+  ptx::Mbarrier scaled;          // operands have one power of two
+};
+
 /// Shared memory that gates need, beside numbers.
 template <GradGates kGates>
 struct GatePlaces;
@@ -97,25 +122,28 @@ struct alignas(1024) GatePlaces<GradGates::kHead> {
 };
 
 /// Halves are those of a value head or two value heads.
-template <int kOfBlock, GradGates kOf>
+template <int kOfBlock, GradGates kOf, class ElementT>
 struct alignas(1024) Shared {
   static constexpr int kHeads = kOfBlock;
   static constexpr GradGates kGates = kOf;
+  using T = ElementT;  // of q, k, d_o and of the tiles of the workspace
+  static constexpr bool kWide = std::is_same_v<T, __half>;
   Tile d_o[kHalves], errors[kHalves], dz[kHalves];  // tiles of V
   State<kHeads> state, d_state;
   Tile q[kHalves], k[kHalves];  // tiles of K
   GatePlaces<kGates> gates;
-  Tile pairs[kHeads][2];                               // by d_o, by dZ: [later, earlier]
-  Tile out[kHalves];                                   // dq, then dk
-  float shares[2][kChunk][kComputeWarps + 1];          // of q . dq and k . dk, by warp
-  alignas(kPairBytes) float along_q[kHeads][kChunk];   // their sums, / |q|^2
-  alignas(kPairBytes) float along_k[kHeads][kChunk];   // and / |k|^2
-  alignas(kPairBytes) float own_pair[kHeads][kChunk];  // of a token with itself
-  float products[kHeads][kChunk];                      // dZ . E
+  typename ElementParts<T>::PairTile pairs[kHeads][2];  // by d_o, by dZ: [later, earlier]
+  Tile out[kHalves];                                    // dq, then dk
+  float shares[2][kChunk][kComputeWarps + 1];           // of q . dq and k . dk, by warp
+  alignas(kPairBytes) float along_q[kHeads][kChunk];    // their sums, / |q|^2
+  alignas(kPairBytes) float along_k[kHeads][kChunk];    // and / |k|^2
+  alignas(kPairBytes) float own_pair[kHeads][kChunk];   // of a token with itself
+  float products[kHeads][kChunk];                       // dZ . E
   Numbers<kHeads, kGates> numbers[2];
   Factors factors[kHeads];
   Sums sums;
   unsigned out_of_range[2][kComputeWarps];
+  [[no_unique_address]] ElementParts<T> of_elements;
   // Full: by the warps that load.
   ptx::Mbarrier values_full;  // d_o, E, dZ, S0, dS
   ptx::Mbarrier rows_full;    // q, k, gates, numbers
@@ -124,8 +152,8 @@ struct alignas(1024) Shared {
   ptx::Mbarrier out_full, out_empty;            // dq, dk
   ptx::Mbarrier gates_done[2], gates_empty[2];  // dg is there; it is stored
 };
-template <Heads kHeads, GradGates kGates>
-using SharedOf = Shared<kCountOf<kHeads>, kGates>;
+template <Heads kHeads, GradGates kGates, class T>
+using SharedOf = Shared<kCountOf<kHeads>, kGates, T>;
 
 /// Called by one thread. Every other thread arrives for itself: racecheck does not follow
 /// __syncwarp() to one that arrives.
@@ -143,6 +171,7 @@ __device__ __forceinline__ void init_barriers(S& s) {
     ptx::mbarrier_init(s.gates_empty[i], kCopiers);
   }
   if constexpr (S::kGates == GradGates::kRows) ptx::mbarrier_init(s.gates.numbers_full, kCopiers);
+  if constexpr (S::kWide) ptx::mbarrier_init(s.of_elements.scaled, kComputeThreads);
   ptx::mbarrier_init_fence();
 }
 
