@@ -23,6 +23,7 @@ constexpr int kColumns = 32 * kElements<kK> / kK;
 template <int kK, bool kDense, bool kVectors, int kCount = kElements<kK>>
 struct TileKV {
   static constexpr int kOwned = 4;  // values of v and o, a lane
+  static constexpr int kColumns = 32 * kCount / kK;
   static constexpr int kColumnLanes = 32 * kCount / kK / 4;
   static constexpr int kGroups = 32 / kColumnLanes;
   static constexpr int kQuads = kCount / 16;
@@ -187,6 +188,7 @@ struct TileVK {
   static constexpr int kOwned = kRows > kLanes ? kRows / kLanes : 1;
   static constexpr int kShare = kLanes > kRows ? kLanes / kRows : 1;  // lanes that own a row
   static constexpr int kStep = 32 / kLanes;
+  static constexpr int kColumns = kRows * kStep;
   float S[kRows][kWidth];
   const int lane;
   const int column0;

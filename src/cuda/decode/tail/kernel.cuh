@@ -213,7 +213,7 @@ __device__ void zero_outputs(const TailArgs& a, const Unit& unit, const TokenRan
   if (!a.zero_skipped) return;
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
   for (int column = warp * kColumns<kK>; column < a.shape.V; column += warps * kColumns<kK>)
-    decode::zero_rows<kK>(a, unit, tokens, end, column);
+    decode::zero_rows<kColumns<kK>>(a, unit, tokens, end, column);
 }
 
 /// Asks for S_0, or makes it zero.
