@@ -71,7 +71,7 @@ struct Rows {
         token_bits(a.q, unit.q_head, token, shared + layout.q() + token * kK, part, a.shape.K),
         a.q.type);
   }
-  /// Of this warp's columns in dense kernels.
+  /// A value of a token; in dense kernels of this warp's columns, the lane's.
   __device__ float value(int token, int column) const {
     if constexpr (kDense)
       return float_of(raw(a.v, shared + layout.v() + token * kK, warp), a.v.type);
@@ -258,7 +258,7 @@ struct Rows {
     if constexpr (kDense) return raw(view, row, part);
     return bits_at(view, token_at(view, head, token), part, size);
   }
-  /// Of rows [at, at + kGroup), past the last one that one: their type is looked at once.
+  /// Reads rows [at, at + kGroup), past the last one that one, and looks at their type once.
   __device__ void read_group(const RowView& tail, const RowView& tokens, int64_t head,
                              const float* rows, int part, int at, uint32_t (&bits)[kGroup]) const {
     const int last = sure() + count - 1;

@@ -17,7 +17,7 @@ __device__ __forceinline__ void spread(const float* from, float (&x)[4]) {
 template <int kK>
 constexpr int kTileColumns = kK == 256 ? 16 : 32;
 
-/// What a fold takes: rows [first, end), and the decays that what is in front of them meets.
+/// Rows that are folded, and the decays that everything in front of them meets.
 struct Folded {
   const float *keys, *v_new, *decays;  ///< rows of keys are decayed, those of v_new normalise them
   int rows, columns;                   ///< columns of a row of v_new
