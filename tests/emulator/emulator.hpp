@@ -137,6 +137,16 @@ inline float __uint_as_float(uint32_t x) {
   std::memcpy(&y, &x, 4);
   return y;
 }
+/// Bytes of x (0 to 3) and y (4 to 7), one of each four bits of the selector.
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t both = uint64_t{y} << 32 | x;
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t byte = selector >> (4 * i) & 7;
+    bytes |= static_cast<uint32_t>(both >> (8 * byte) & 0xff) << (8 * i);
+  }
+  return bytes;
+}
 inline uint32_t __float_as_uint(float x) {
   uint32_t y;
   std::memcpy(&y, &x, 4);

@@ -325,6 +325,60 @@ TEST(Decode, PackedSequencesOfDifferentLengths) {
 }
 
 /// vLLM's speculative form: read the state of the last accepted token, store one a token.
+/// A GPU has a kernel of its own for one token of each sequence and states of bf16.
+TEST(Decode, OneTokenOfBf16StatesHasTheBitsOfAPack) {
+  for (const std::string& backend : test::backends())
+    for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK}) {
+      DecodeShape s;
+      s.K = s.V = 128;
+      s.layout = layout;
+      s.state_dtype = s.dtype = DType::kBFloat16;
+      Decode rows = make_decode(s);
+      s.lengths = {1, 1, 1};
+      Decode pack = make_decode(s);
+      pack.inputs.q = rows.inputs.q, pack.inputs.k = rows.inputs.k, pack.inputs.v = rows.inputs.v;
+      pack.inputs.g = rows.inputs.g, pack.inputs.beta = rows.inputs.beta;
+      rows.indices = pack.indices = {4, 0, 2};
+      const io::Buffer before = rows.pool;
+      ASSERT_TRUE(run_decode(&rows, backend).ok());
+      ASSERT_TRUE(run_decode(&pack, backend).ok());
+      const auto equal = [](const io::Buffer& x, const io::Buffer& y) {
+        return x.size() == y.size() && std::memcmp(x.data(), y.data(), x.size()) == 0;
+      };
+      EXPECT_FALSE(equal(rows.pool, before));
+      EXPECT_TRUE(equal(rows.pool, pack.pool)) << backend;
+      EXPECT_TRUE(equal(rows.outputs.o, pack.outputs.o)) << backend;
+    }
+}
+
+/// Gates of 16 bits lie two a word.
+TEST(Decode, OneGateAHeadHasTheBitsOfTheSameGateInFp32) {
+  for (const std::string& backend : test::backends())
+    for (const int64_t tokens : {1, 3}) {
+      DecodeShape s;
+      s.K = s.V = 128;
+      s.tokens = tokens;
+      s.heads = 3;
+      s.dtype = DType::kBFloat16;
+      Decode narrow = make_decode(s);
+      test::keep_one_gate(&narrow.inputs);
+      Decode wide = narrow;
+      const int64_t count = s.sequences * tokens * s.heads;
+      wide.inputs.g = io::Buffer(static_cast<std::size_t>(count) * 4);
+      for (int64_t i = 0; i < count; ++i)
+        wide.inputs.g.as<float>()[i] =
+            static_cast<float>(load_element(narrow.inputs.g.data(), DType::kBFloat16, i));
+      wide.problem().g = head_gates(DType::kFloat32, s.sequences, tokens, s.heads);
+      narrow.indices = wide.indices = {4, 0, 2};
+      ASSERT_TRUE(run_decode(&narrow, backend).ok());
+      ASSERT_TRUE(run_decode(&wide, backend).ok());
+      EXPECT_EQ(std::memcmp(narrow.pool.data(), wide.pool.data(), wide.pool.size()), 0) << backend;
+      EXPECT_EQ(std::memcmp(narrow.outputs.o.data(), wide.outputs.o.data(), wide.outputs.o.size()),
+                0)
+          << backend;
+    }
+}
+
 TEST(Decode, StoresAStateAToken) {
   for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK}) {
     DecodeShape s;

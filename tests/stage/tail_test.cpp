@@ -23,9 +23,18 @@ namespace oracle = cpu::oracle;
 constexpr int64_t kTokens = 70, kHeads = 2, kValueHeads = 4, kKey = 33, kValue = 40, kSlots = 5;
 constexpr int64_t kRows = 20;  // R: up to 5 tokens a decode
 
+/// Sizes and types of a sequence: those that fast kernels of a GPU serve, and others.
+struct Sizes {
+  int64_t K = kKey, V = kValue;
+  DType dtype = DType::kFloat32;
+  check::Regime regime = check::Regime::kNeedle;
+  bool head_gates = false;  ///< and one bias a head
+};
+
 /// A pool, its tails, and one call on them.
 struct World {
   check::Inputs inputs;  ///< one sequence of kTokens
+  int64_t K, V;
   io::Buffer pool, k, g, v_new;
   std::vector<int32_t> folded;
   std::vector<int32_t> slots = {2}, positions = {0}, sources, parents, accepted;
@@ -35,11 +44,16 @@ struct World {
   std::string backend;
   int32_t flags = 0;  ///< device_flags of the last call on a GPU
 
-  explicit World(StateLayout layout = StateLayout::kKV, DType states = DType::kFloat32) {
-    check::GenerateOptions options = test::shape(kTokens, kHeads, kKey, kValue);
+  explicit World(StateLayout layout = StateLayout::kKV, DType states = DType::kFloat32,
+                 const Sizes& sizes = {})
+      : K(sizes.K), V(sizes.V) {
+    check::GenerateOptions options = test::shape(kTokens, kHeads, K, V);
     options.num_value_heads = kValueHeads;
-    options.regime = check::Regime::kNeedle;
+    options.dtype = sizes.dtype;
+    options.regime = sizes.regime;
+    options.head_gates = sizes.head_gates;
     inputs = check::generate(options);
+    if (sizes.head_gates) give_one_bias();
     inputs.problem.state_layout = layout;
     state_dtype = states;
     const auto made = [](int64_t elements) {
@@ -47,10 +61,17 @@ struct World {
       buffer.fill(0xff);
       return buffer;
     };
-    pool = made(kSlots * kValueHeads * kKey * kValue);
-    k = made(kSlots * kHeads * kRows * kKey), g = made(kSlots * kValueHeads * kRows * kKey);
-    v_new = made(kSlots * kValueHeads * kRows * kValue);
+    pool = made(kSlots * kValueHeads * K * V);
+    k = made(kSlots * kHeads * kRows * K), g = made(kSlots * kValueHeads * kRows * K);
+    v_new = made(kSlots * kValueHeads * kRows * V);
     folded.assign(kSlots * kValueHeads, -1);
+  }
+
+  void give_one_bias() {
+    inputs.dt_bias = io::Buffer(kValueHeads * 4);
+    for (int64_t head = 0; head < kValueHeads; ++head)
+      inputs.dt_bias.as<float>()[head] = 0.25f * static_cast<float>(head) - 0.5f;
+    inputs.problem.dt_bias = head_bias(DType::kFloat32, kValueHeads);
   }
 
   /// Tokens [begin, end) of the sequence for each slot, into `o` [N, end - begin, HV, V].
@@ -63,7 +84,7 @@ struct World {
     // The same tokens in every row of the batch.
     for (TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g, &p.beta}) desc->strides[0] = 0;
     p.num_tokens = end - begin;
-    p.o = contiguous(DType::kFloat32, {N, end - begin, kValueHeads, kValue});
+    p.o = contiguous(DType::kFloat32, {N, end - begin, kValueHeads, V});
     if (!lengths.empty()) p.cu_seqlens = DType::kInt64, p.batch = 1;
     p.initial_state = states(p, state_dtype, kSlots, true);
     p.initial_state_mask = true;
@@ -80,7 +101,7 @@ struct World {
         make_plan_from_bounds(p, test::device_of(backend), test::with_backend(backend), &plan));
     io::Buffer workspace(plan.workspace_bytes);
     workspace.fill(0xff);
-    o->assign(static_cast<std::size_t>(N * (end - begin) * kValueHeads * kValue), NAN);
+    o->assign(static_cast<std::size_t>(N * (end - begin) * kValueHeads * V), NAN);
     Tensors t = part.tensors();
     t.o = o->data();
     t.cu_seqlens = lengths.data();
@@ -130,7 +151,7 @@ std::vector<float> play(World* world, const std::vector<Piece>& pieces) {
     world->positions[0] = static_cast<int32_t>(at);
     const Status status = world->call(piece.operation, at, at + piece.tokens + piece.rejected, &o);
     EXPECT_TRUE(status.ok()) << status.message();
-    all.insert(all.end(), o.begin(), o.begin() + piece.tokens * kValueHeads * kValue);
+    all.insert(all.end(), o.begin(), o.begin() + piece.tokens * kValueHeads * world->V);
     at += piece.tokens;
   }
   world->positions[0] = static_cast<int32_t>(at);
@@ -167,52 +188,72 @@ std::vector<Piece> repeated(int64_t count, Piece piece) {
   return std::vector<Piece>(static_cast<std::size_t>(count), piece);
 }
 
+/// |x - y| / |y|
+template <class T, class U>
+double distance(const std::vector<T>& x, const std::vector<U>& y) {
+  double difference = 0, size = 0;
+  for (std::size_t i = 0; i < x.size(); ++i)
+    difference += std::pow(x[i] - y[i], 2), size += std::pow(y[i], 2);
+  return std::sqrt(difference / size);
+}
+
+void expect_same_bits_for_every_cut(const std::string& backend, StateLayout layout, DType states,
+                                    const Sizes& sizes) {
+  World steps(layout, states, sizes);
+  steps.backend = backend;
+  const std::vector<float> expected = play(&steps, repeated(65, {kStep, 1}));
+  const std::vector<std::vector<Piece>> cuts = {
+      {{kPrefill, 65}},
+      {{kPrefill, 7}, {kPrefill, 20}, {kStep, 1}, {kPrefill, 5}, {kPrefill, 32}},
+      repeated(65, {kStep, 1, 4}),
+      // Drafts up to a boundary.
+      {{kPrefill, 27}, {kStep, 5}, {kStep, 3, 2}, {kPrefill, 11}, {kStep, 2, 3}, {kPrefill, 17}}};
+  for (const std::vector<Piece>& cut : cuts) {
+    if (test::on_cuda() && cut[0].operation == kPrefill) continue;  // a GPU has none
+    World world(layout, states, sizes);
+    world.backend = backend;
+    ASSERT_EQ(play(&world, cut), expected) << backend;
+    ASSERT_EQ(std::memcmp(world.pool.data(), steps.pool.data(), world.pool.size()), 0);
+    ASSERT_EQ(world.folded, steps.folded);
+  }
+  const double bound = states == DType::kBFloat16 ? 2e-2 : 1e-5;
+  // Accepted drafts behind a boundary have read the state in front of it: roundings differ.
+  World across(layout, states, sizes);
+  across.backend = backend;
+  ASSERT_LT(distance(play(&across, repeated(13, {kStep, 5})), expected),
+            states == DType::kBFloat16 ? bound : 1e-6);
+  // And it is the recurrence.
+  const check::Inputs part = test::slice(steps.inputs, 0, 65);
+  for (int64_t head = 0; head < kValueHeads; ++head) {
+    const oracle::HeadResult truth =
+        oracle::run_head(part.problem, part.tensors(), {0, 65}, head, {});
+    ASSERT_LT(distance(steps.state(2, head), truth.state), bound);
+  }
+}
+
 TEST(Tail, CutsOfASequenceHaveTheSameBits) {
   for (const std::string& backend : backends_with_tails())
     for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
-      for (const DType states : {DType::kFloat32, DType::kBFloat16}) {
-        World steps(layout, states);
-        steps.backend = backend;
-        const std::vector<float> expected = play(&steps, repeated(65, {kStep, 1}));
-        const std::vector<std::vector<Piece>> cuts = {
-            {{kPrefill, 65}},
-            {{kPrefill, 7}, {kPrefill, 20}, {kStep, 1}, {kPrefill, 5}, {kPrefill, 32}},
-            repeated(65, {kStep, 1, 4}),
-            // Drafts up to a boundary.
-            {{kPrefill, 27},
-             {kStep, 5},
-             {kStep, 3, 2},
-             {kPrefill, 11},
-             {kStep, 2, 3},
-             {kPrefill, 17}}};
-        for (const std::vector<Piece>& cut : cuts) {
-          if (test::on_cuda() && cut[0].operation == kPrefill) continue;  // a GPU has none
-          World world(layout, states);
-          world.backend = backend;
-          ASSERT_EQ(play(&world, cut), expected) << backend;
-          ASSERT_EQ(std::memcmp(world.pool.data(), steps.pool.data(), world.pool.size()), 0);
-          ASSERT_EQ(world.folded, steps.folded);
-        }
-        // Accepted drafts behind a boundary have read the state in front of it: roundings differ.
-        World across(layout, states);
-        across.backend = backend;
-        const std::vector<float> near = play(&across, repeated(13, {kStep, 5}));
-        double difference = 0, size = 0;
-        for (std::size_t i = 0; i < near.size(); ++i)
-          difference += std::pow(near[i] - expected[i], 2), size += std::pow(expected[i], 2);
-        ASSERT_LT(std::sqrt(difference / size), states == DType::kFloat32 ? 1e-6 : 2e-2);
-        // And it is the recurrence.
-        const check::Inputs part = test::slice(steps.inputs, 0, 65);
-        for (int64_t head = 0; head < kValueHeads; ++head) {
-          const oracle::HeadResult truth =
-              oracle::run_head(part.problem, part.tensors(), {0, 65}, head, {});
-          const std::vector<double> found = steps.state(2, head);
-          double error = 0, norm = 0;
-          for (std::size_t i = 0; i < found.size(); ++i)
-            error += std::pow(found[i] - truth.state[i], 2), norm += std::pow(truth.state[i], 2);
-          ASSERT_LT(std::sqrt(error / norm), states == DType::kFloat32 ? 1e-5 : 2e-2);
-        }
-      }
+      for (const DType states : {DType::kFloat32, DType::kBFloat16})
+        expect_same_bits_for_every_cut(backend, layout, states, {});
+}
+
+TEST(Tail, FastKernelsHaveTheSameBitsForEveryCut) {
+  using check::Regime;
+  const Sizes wide{128, 128, DType::kBFloat16, Regime::kTrained};
+  const Sizes narrow{64, 64, DType::kFloat16, Regime::kTrainedSoftplus};
+  const Sizes one_gate{64, 64, DType::kBFloat16, Regime::kSoftplus, true};
+  const struct {
+    StateLayout layout;
+    DType states;
+    const Sizes& sizes;
+  } cases[] = {{StateLayout::kKV, DType::kFloat32, wide},
+               {StateLayout::kVK, DType::kBFloat16, narrow},
+               {StateLayout::kKV, DType::kBFloat16, one_gate},
+               {StateLayout::kVK, DType::kFloat32, one_gate}};
+  for (const std::string& backend : backends_with_tails())
+    for (const auto& x : cases)
+      expect_same_bits_for_every_cut(backend, x.layout, x.states, x.sizes);
 }
 
 TEST(Tail, StepsReadBoundaryStatesAndFoldEverySixteenTokens) {

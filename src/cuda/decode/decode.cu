@@ -9,9 +9,9 @@ Status launch(const DecodeArgs& args, const Launch& where) {
   if (!decode::has_vectors(args)) return decode::launch<kK, Access::kScalar, false>(args, where);
   const bool dense = decode::is_dense<kK>(args);
   if (args.target.vk)
-    return dense ? decode::launch<kK, Access::kVectorsVK, true>(args, where)
+    return dense ? decode::launch_dense<kK, Access::kVectorsVK>(args, where)
                  : decode::launch<kK, Access::kVectorsVK, false>(args, where);
-  return dense ? decode::launch<kK, Access::kVectorsKV, true>(args, where)
+  return dense ? decode::launch_dense<kK, Access::kVectorsKV>(args, where)
                : decode::launch<kK, Access::kVectorsKV, false>(args, where);
 }
 

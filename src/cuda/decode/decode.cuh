@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "cuda/decode/decode.hpp"
-#include "cuda/decode/tile.cuh"
+#include "cuda/decode/packed_tile.cuh"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/cache.cuh"
 #include "cuda/ptx/pdl.cuh"
@@ -77,12 +77,12 @@ __device__ __forceinline__ int64_t target_slot(const DecodeArgs& a, int64_t n, i
   return lacks_slot(a.target, slot) ? -1 : slot;
 }
 
-/// Blocks of a head.
-template <int kK, bool kDense>
+/// Blocks of a head, of tiles of kColumns.
+template <int kK, bool kDense, int kColumns>
 __device__ __forceinline__ unsigned groups_of(const DecodeArgs& a) {
-  constexpr unsigned kTiles = kK / kColumns<kK>, kWarps = kTiles < kMostWarps ? kTiles : kMostWarps;
+  constexpr unsigned kTiles = kK / kColumns, kWarps = kTiles < kMostWarps ? kTiles : kMostWarps;
   if constexpr (kDense) return kTiles / kWarps;
-  const unsigned tiles = (a.shape.V + kColumns<kK> - 1) / kColumns<kK>, warps = blockDim.x / 32;
+  const unsigned tiles = (a.shape.V + kColumns - 1) / kColumns, warps = blockDim.x / 32;
   return (tiles + warps - 1) / warps;
 }
 
@@ -93,9 +93,9 @@ struct Unit {
   int64_t head, q_head;
   unsigned group;  // of the head's
 };
-template <int kK, bool kDense, class Args>
+template <int kK, bool kDense, int kColumns, class Args>
 __device__ __forceinline__ Unit unit_of(const Args& a, unsigned block) {
-  const unsigned groups = groups_of<kK, kDense>(a), of_all = block / groups;
+  const unsigned groups = groups_of<kK, kDense, kColumns>(a), of_all = block / groups;
   const unsigned head = a.shape.heads.remainder(of_all);
   const int64_t n = a.shape.heads.quotient(of_all);
   return {
@@ -128,14 +128,14 @@ __device__ __forceinline__ void store_values(const DecodeArgs& a, const Unit& un
 
 /// Rows of o that no token is computed for: of this sequence, [end, span.end); of none, every N-th
 /// of those before the first sequence and behind the last one.
-template <int kK>
+template <int kColumns>
 __device__ void zero_rows(const DecodeArgs& a, const Unit& unit, const TokenRange& tokens,
                           int64_t end, int column0) {
   const auto zero = [&](int64_t first, int64_t last, int64_t step) {
     for (int64_t t = first; t < last; t += step) {
       const int64_t at = row_offset(a.o, a.map, unit.row, t, unit.head);
       for (int c = column0 + static_cast<int>(threadIdx.x) % 32;
-           c < min(column0 + kColumns<kK>, a.shape.V); c += 32)
+           c < min(column0 + kColumns, a.shape.V); c += 32)
         store_element(a.o.base, a.o.type, at + c, 0.0f);
     }
   };
@@ -148,7 +148,7 @@ __device__ void zero_rows(const DecodeArgs& a, const Unit& unit, const TokenRang
 
 /// A share of the state that a later block will load, for the L2: a block that begins finds the
 /// memory busy with stores of others, and has nothing to do until its state is there.
-template <int kK, bool kDense>
+template <int kK, bool kDense, int kColumns>
 struct Ahead {
   uintptr_t from = 0;  // 0: nothing
   uint32_t bytes = 0;
@@ -156,11 +156,11 @@ struct Ahead {
   __device__ __forceinline__ Ahead(const DecodeArgs& a, unsigned blocks) {
     const unsigned block = blockIdx.x + a.ahead;
     if (!kDense || a.ahead == 0 || block >= blocks) return;
-    const Unit unit = unit_of<kK, kDense>(a, block);
+    const Unit unit = unit_of<kK, kDense, kColumns>(a, block);
     const int64_t slot = slots_of(a, unit.n).source;
     if (slot < 0) return;
     const int size = a.initial.bf16 ? 2 : 4;
-    bytes = kK * kK * size / groups_of<kK, kDense>(a);
+    bytes = kK * kK * size / groups_of<kK, kDense, kColumns>(a);
     from = reinterpret_cast<uintptr_t>(a.initial.base) + unit.group * bytes +
            static_cast<uintptr_t>(state_offset(a.initial, slot, unit.head, 0, 0) * size);
   }
@@ -192,40 +192,54 @@ __device__ auto& rows_of(Shared<kK, kDense>& shared, RawToken<kK, LaneRow>& in_r
     return in_registers;
 }
 
-template <int kK, Access kAccess, bool kDense, class Args>
+template <int kK, Access kAccess, bool kDense, bool kPacked>
+struct DecodeTile : TileOf<kK, kAccess, kDense> {};
+template <int kK>
+struct DecodeTile<kK, Access::kVectorsKV, true, true> {
+  using Type = PackedTileKV<kK>;
+};
+template <int kK>
+struct DecodeTile<kK, Access::kVectorsVK, true, true> {
+  using Type = PackedTileVK<kK>;
+};
+
+/// kPacked: states are bf16 and dense, and each sequence has one token.
+template <int kK, Access kAccess, bool kDense, bool kPacked, class Args>
 __global__ void __launch_bounds__(32 * kMostWarps, 4)
     decode_kernel(const __grid_constant__ Args a) {
-  using Tile = typename TileOf<kK, kAccess, kDense>::Type;
+  using Tile = typename DecodeTile<kK, kAccess, kDense, kPacked>::Type;
+  constexpr int kColumns = Tile::kColumns;
   auto& shared = *reinterpret_cast<Shared<kK, kDense>*>(ptx::dynamic_shared());
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   const unsigned blocks = gridDim.x - (a.flags ? 1 : 0);
   if (blockIdx.x == blocks) return write_flags(a);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const Unit unit = unit_of<kK, kDense>(a, blockIdx.x);
+  const Unit unit = unit_of<kK, kDense, kColumns>(a, blockIdx.x);
   const TokenRange tokens = tokens_of(a, unit.n);
   const int64_t begin = tokens.begin,
                 end = begin + most_in_tree(a, unit.n, min(tokens.end - begin, most_tokens(a)));
   const Slots slots = slots_of(a, unit.n);
   // In place an empty sequence has its state where it is, unless that is made zero.
   const bool stays = a.in_place && (slots.source >= 0 || a.index_columns > 1);
-  const int column0 = (static_cast<int>(unit.group) * warps + warp) * kColumns<kK>;
+  const int column0 = (static_cast<int>(unit.group) * warps + warp) * kColumns;
   if (slots.skip || (stays && begin >= end)) {
-    if (a.zero_skipped) zero_rows<kK>(a, unit, tokens, begin, column0);
+    if (a.zero_skipped) zero_rows<kColumns>(a, unit, tokens, begin, column0);
     return;
   }
   const bool mine = kDense || column0 < a.shape.V;  // else the warp only helps with the tokens
   // The token before the state: it is ready when the state arrives.
   RawToken<kK, LaneRow> in_registers;
   auto& raw = rows_of(shared, in_registers);
-  RawValues<1> values;
+  constexpr int kShare = (kColumns + 31) / 32;  // of a lane
+  RawValues<kShare> values;
   const bool has_qk = warp == 0, has_gates = warp + 1 == warps;
   const auto load_token = [&](int64_t token) {
     if (has_qk) raw.qk.load(a, unit.row, token, unit.q_head);
     if (has_gates) raw.gates.load(a, unit.row, token, unit.head);
     if constexpr (kDense) ptx::cp_async_commit();
     values.load(a, unit.row, token, unit.head, column0,
-                kDense ? kColumns<kK> : min(kColumns<kK>, a.shape.V - column0));
+                kDense ? kColumns : min(kColumns, a.shape.V - column0));
   };
   const auto prepare = [&](Token<kK>& token) {
     if constexpr (kDense) ptx::cp_async_wait<0>(), __syncwarp();
@@ -233,7 +247,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
     if (has_gates) raw.gates.prepare(a, token);
   };
   if (begin < end) load_token(begin);
-  const Ahead<kK, kDense> ahead(a, blocks);
+  const Ahead<kK, kDense, kColumns> ahead(a, blocks);
   Tile tile(column0);
   if (!kDense || slots.source < 0) tile.clear();
   if (mine && slots.source >= 0) {
@@ -257,29 +271,38 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
     prepare(token);
     __syncthreads();
     // Not before: these wait for the state too.
-    float row[1], v[Tile::kOwned], o[Tile::kOwned];
+    float row[kShare], v[Tile::kOwned], o[Tile::kOwned];
     values.v.convert(a.v.type, row);
 #pragma unroll
-    for (int i = 0; i < Tile::kOwned; ++i)
-      v[i] = __shfl_sync(~0u, row[0], tile.value(i) - tile.column0);
+    for (int i = 0; i < Tile::kOwned; ++i) {
+      const int column = tile.value(i) - tile.column0;
+      v[i] = __shfl_sync(~0u, row[0], column % 32);
+#pragma unroll
+      for (int part = 1; part < kShare; ++part) {
+        const float of_part = __shfl_sync(~0u, row[part], column % 32);
+        if (column / 32 == part) v[i] = of_part;
+      }
+    }
     const float beta = __shfl_sync(~0u, values.beta_of(a), 0);
-    if (t + 1 < end) load_token(t + 1);
+    if (!kPacked && t + 1 < end) load_token(t + 1);
     if (!mine) continue;
     tile.step(token, beta, a.gate.scale, v, o);
     store_values(a, unit, t, tile, o);
     store(target_slot(a, unit.n, t - begin, t + 1 == end, slots));
+    if constexpr (kPacked) break;
   }
-  if (a.zero_skipped) zero_rows<kK>(a, unit, tokens, end, column0);
+  if (a.zero_skipped) zero_rows<kColumns>(a, unit, tokens, end, column0);
 }
 
 // ---- its launch --------------------------------------------------------------------------------
 
 /// Whether both buffers have rows of kK elements without gaps, and q, k and gates are of whole
-/// words. One gate a head is a word of its own in fp32 only.
+/// words. One gate a head lies in some word.
 template <int kK, class Args>
 bool is_dense(const Args& args) {
   const StateView& from = args.initial.base ? args.initial : args.target;
-  const bool words = gate_step(args) == 0 ? args.g.type == Element::kFloat32 : args.g.whole_words;
+  const bool words =
+      gate_step(args) == 0 ? reinterpret_cast<uintptr_t>(args.g.base) % 4 == 0 : args.g.whole_words;
   return args.shape.K == kK && args.shape.V == kK && from.stride_row == kK &&
          args.target.stride_row == kK && args.q.whole_words && args.k.whole_words && words;
 }
@@ -291,15 +314,31 @@ inline bool has_vectors(const DecodeArgs& args) {
 }
 
 /// Launches the kernel of these parameters.
-template <int kK, Access kAccess, bool kDense, class Args>
+template <int kK, Access kAccess, bool kDense, bool kPacked = false, class Args>
 Status launch(const Args& args, const Launch& where) {
-  const int64_t tiles = (args.shape.V + kColumns<kK> - 1) / kColumns<kK>;
+  constexpr int kColumns = DecodeTile<kK, kAccess, kDense, kPacked>::Type::kColumns;
+  const int64_t tiles = (args.shape.V + kColumns - 1) / kColumns;
   const int64_t warps = std::min<int64_t>(tiles, kMostWarps);
   const int64_t blocks = args.map.num_sequences * args.shape.HV * ((tiles + warps - 1) / warps);
   const int64_t of_flags = args.flags ? 1 : 0;
-  return launch_kernel("decode", decode_kernel<kK, kAccess, kDense, Args>, blocks + of_flags,
-                       static_cast<int>(32 * warps), static_cast<int>(sizeof(Shared<kK, kDense>)),
-                       where, args);
+  return launch_kernel("decode", decode_kernel<kK, kAccess, kDense, kPacked, Args>,
+                       blocks + of_flags, static_cast<int>(32 * warps),
+                       static_cast<int>(sizeof(Shared<kK, kDense>)), where, args);
+}
+
+/// Whether states are bf16 and each sequence has one token, behind which its state is rounded.
+template <class Args>
+bool is_packed(const Args& args) {
+  const bool one_token = !args.lengths && !args.map.cu_seqlens && args.map.num_tokens == 1;
+  return one_token && args.target.bf16 && (!args.initial.base || args.initial.bf16);
+}
+
+/// Launches a kernel for dense buffers of K = V = kK.
+template <int kK, Access kAccess, class Args>
+Status launch_dense(const Args& args, const Launch& where) {
+  if constexpr (kK == 128)
+    if (is_packed(args)) return launch<kK, kAccess, true, true>(args, where);
+  return launch<kK, kAccess, true>(args, where);
 }
 
 }  // namespace kda::cuda::decode

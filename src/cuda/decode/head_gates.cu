@@ -13,8 +13,8 @@ Status launch(const Args& args, const Launch& where) {
   if (!decode::has_vectors(args)) return decode::launch<kK, Access::kScalar, false>(args, where);
   if constexpr (kK == 128)
     if (decode::is_dense<kK>(args))
-      return args.target.vk ? decode::launch<kK, Access::kVectorsVK, true>(args, where)
-                            : decode::launch<kK, Access::kVectorsKV, true>(args, where);
+      return args.target.vk ? decode::launch_dense<kK, Access::kVectorsVK>(args, where)
+                            : decode::launch_dense<kK, Access::kVectorsKV>(args, where);
   return args.target.vk ? decode::launch<kK, Access::kVectorsVK, false>(args, where)
                         : decode::launch<kK, Access::kVectorsKV, false>(args, where);
 }

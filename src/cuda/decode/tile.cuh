@@ -23,6 +23,7 @@ constexpr int kColumns = 32 * kElements<kK> / kK;
 template <int kK, bool kDense, bool kVectors, int kCount = kElements<kK>>
 struct TileKV {
   static constexpr int kOwned = 4;  // values of v and o, a lane
+  static constexpr int kColumns = 32 * kCount / kK;
   static constexpr int kColumnLanes = 32 * kCount / kK / 4;
   static constexpr int kGroups = 32 / kColumnLanes;
   static constexpr int kQuads = kCount / 16;
@@ -118,63 +119,6 @@ struct TileKV {
         for (int c = 0; c < 4; ++c) S[j][r][c] = fmaf(k[r], v_new[c], S[j][r][c]);
     }
   }
-
-  // Steps on a boundary state (cuda/decode/tail), of rows in shared memory.
-
-  /// This lane's values of a row of values.
-  __device__ void own(const float* row, float (&x)[kOwned]) const { spread(row + value(0), x); }
-
-  /// S^T k and S^T q
-  __device__ void multiply(const float* k, const float* q, float (&with_k)[kOwned],
-                           float (&with_q)[kOwned]) const {
-    float read[4] = {}, out[4] = {};
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j) {
-      float k_j[4], q_j[4];
-      spread(k + channel(j), k_j);
-      spread(q + channel(j), q_j);
-#pragma unroll
-      for (int r = 0; r < 4; ++r)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          read[c] = fmaf(S[j][r][c], k_j[r], read[c]);
-          out[c] = fmaf(S[j][r][c], q_j[r], out[c]);
-        }
-    }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      with_k[c] = sum_over(read[c], kColumnLanes, 32);
-      with_q[c] = sum_over(out[c], kColumnLanes, 32);
-    }
-  }
-
-  /// S = Diag(decay) S
-  __device__ void decay(const float* row) {
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j) {
-      float factor[4];
-      spread(row + channel(j), factor);
-#pragma unroll
-      for (int r = 0; r < 4; ++r)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) S[j][r][c] *= factor[r];
-    }
-  }
-
-  /// S = S + k v_new^T
-  __device__ void add(const float* k, const float* v_new) {
-    float values[4];
-    own(v_new, values);
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j) {
-      float k_j[4];
-      spread(k + channel(j), k_j);
-#pragma unroll
-      for (int r = 0; r < 4; ++r)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) S[j][r][c] = fmaf(k_j[r], values[c], S[j][r][c]);
-    }
-  }
 };
 
 /// Tile of a buffer whose rows are columns of keys: a lane has its own channels of kRows values.
@@ -187,6 +131,7 @@ struct TileVK {
   static constexpr int kOwned = kRows > kLanes ? kRows / kLanes : 1;
   static constexpr int kShare = kLanes > kRows ? kLanes / kRows : 1;  // lanes that own a row
   static constexpr int kStep = 32 / kLanes;
+  static constexpr int kColumns = kRows * kStep;
   float S[kRows][kWidth];
   const int lane;
   const int column0;
@@ -267,52 +212,6 @@ struct TileVK {
       const float new_value = __shfl_sync(~0u, v_new[r % kOwned], owner);
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) S[r][c] = fmaf(k[c], new_value, S[r][c]);
-    }
-  }
-
-  // Steps on a boundary state (cuda/decode/tail), of rows in shared memory.
-
-  __device__ void own(const float* row, float (&x)[kOwned]) const {
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) x[i] = row[value(i)];
-  }
-
-  __device__ void multiply(const float* k, const float* q, float (&with_k)[kOwned],
-                           float (&with_q)[kOwned]) const {
-    product(k, with_k);
-    product(q, with_q);
-  }
-  __device__ void product(const float* row, float (&out)[kOwned]) const {
-    float x[kWidth], sums[kRows];
-    spread(row, x);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      sums[r] = 0;
-#pragma unroll
-      for (int c = 0; c < kWidth; ++c) sums[r] = fmaf(S[r][c], x[c], sums[r]);
-    }
-    reduce_scatter<kRows, kLanes / 2>(sums);
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) out[i] = sums[i];
-  }
-
-  __device__ void decay(const float* row) {
-    float factor[kWidth];
-    spread(row, factor);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-#pragma unroll
-      for (int c = 0; c < kWidth; ++c) S[r][c] *= factor[c];
-  }
-
-  __device__ void add(const float* k, const float* v_new) {
-    float x[kWidth];
-    spread(k, x);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float value = v_new[row_value(r)];
-#pragma unroll
-      for (int c = 0; c < kWidth; ++c) S[r][c] = fmaf(x[c], value, S[r][c]);
     }
   }
 };

@@ -4,6 +4,8 @@
 // where they go: LaneRow, or SharedRow (for which the caller waits).
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/tile/head_gates.hpp"
 #include "cuda/tile/warp.cuh"
 
@@ -53,12 +55,17 @@ struct RawQK {
 template <int kK, template <int> class Row = LaneRow>
 struct RawGates {
   static constexpr int kCount = kK / 32;
+  static constexpr bool kInWords = std::is_same_v<Row<1>, SharedRow<1>>;
   Row<kCount> raw_g, raw_bias;
   Row<1> raw_A_log;
+  int half;  ///< of the word that has one gate a head of 16 bits, in shared memory
 
   template <class Args>
   __device__ __forceinline__ void load(const Args& a, int64_t n, int64_t token, int64_t head) {
-    raw_g.load(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, gate_step(a));
+    const int64_t at = row_offset(a.g, a.map, n, token, head);
+    raw_g.load(a.g, at, a.shape.K, gate_step(a));
+    if constexpr (kInWords && kHasHeadGates<Args>)
+      if (threadIdx.x % 32 == 0) half = static_cast<int>(at & 1);
     if (a.gate.gate_mode == GateMode::kLog) return;
     raw_A_log.load(floats(a.gate.A_log), head * a.gate.stride_A, a.gate.A_log ? 1 : 0);
     raw_bias.load(floats(a.gate.dt_bias), head * a.gate.stride_dt, a.gate.dt_bias ? a.shape.K : 0,
@@ -71,6 +78,13 @@ struct RawGates {
   __device__ __forceinline__ void prepare(const Args& a, Token<kK>& out) const {
     float g[kCount], bias[kCount] = {}, A_log[1] = {};
     raw_g.convert(a.g.type, g);
+    if constexpr (kInWords && kHasHeadGates<Args>) {
+      // Lane 0 has the first half of the word, lane 1 the second.
+      if (gate_step(a) == 0 && a.g.type != Element::kFloat32) g[0] = __shfl_sync(~0u, g[0], half);
+#pragma unroll
+      for (int i = 1; i < kCount; ++i)
+        if (gate_step(a) == 0) g[i] = g[0];
+    }
     if (a.gate.gate_mode != GateMode::kLog) {
       raw_bias.convert(Element::kFloat32, bias);
       raw_A_log.convert(Element::kFloat32, A_log);

@@ -53,7 +53,8 @@ struct LaneRow {
 };
 
 /// Copies to shared memory, of rows of whole words. A warp that waits for one of its loads to
-/// registers may wait for all of them; this row is waited for alone. A step of 0 is for fp32 only.
+/// registers may wait for all of them; this row is waited for alone. With a step of 0 each word is
+/// the one that has the element.
 template <int kCount>
 struct SharedRow {
   uint32_t words[32 * kCount];

@@ -3,16 +3,18 @@
 #pragma once
 
 #include "cuda/decode/tail/rows.cuh"
+#include "cuda/decode/tail/tile.cuh"
 
 namespace kda::cuda::tail {
 
 /// The rows in front of a token, along its parents.
 struct Path {
-  const int* parents;  ///< of each token, a row
+  const int* parents;  ///< of each token, a row; of a tree
   int first, sure;
+  int chain;  ///< up to this row each follows the one before it
 
   /// The row before row i; below `first`: there is none.
-  __device__ int before(int i) const { return i <= sure ? i - 1 : parents[i - sure]; }
+  __device__ int before(int i) const { return i <= chain ? i - 1 : parents[i - sure]; }
 };
 
 /// Groups of at most 16 rows, up to boundaries, so that states do not depend on when they were
@@ -22,128 +24,144 @@ __device__ __forceinline__ int fold_end(const Start& start, int at, int target) 
   return min(target, boundary - start.folded);
 }
 
-/// The keys of rows [at, end) become k_i D(end, i), and the first one's decays D(end, at - 1). A
-/// product runs from the newest row to the oldest, so that a decay of 0 makes what is in front of
-/// it vanish.
+/// This warp's channels of rows [at, end) of keys become k_i D(end, i), and those of the first
+/// one's decays D(end, at - 1). A product runs from the newest row to the oldest, so that a decay
+/// of 0 makes what is in front of it vanish.
 template <class Rows>
-__device__ void prepare_fold(const Rows& rows, int at, int end) {
-  for (int c = static_cast<int>(threadIdx.x); c < Rows::kKeys; c += static_cast<int>(blockDim.x)) {
-    float product = 1;
-    for (int i = end - 1; i >= at; --i) {
-      rows.k(i)[c] *= product;
-      product *= rows.decay(i)[c];
-    }
-    rows.decay(at)[c] = product;
-  }
-}
-
-/// Elements of a lane's tile: 16 warps of two heads are on an SM, and one of each sum beside them.
-template <int kK>
-constexpr int kTileElements = kK == 64 ? 32 : 64;
-template <int kK>
-constexpr int kTileColumns = 32 * kTileElements<kK> / kK;
-
-/// Scores of row x with the rows i in front of it, newest first: k_x D(x, i) . k_i and q_x D(x, i)
-/// . k_i. A warp sums over 32 channels for k or for q, kRound rows at a time. Then what meets S_0:
-/// k_x D(x, 0) and q_x D(x, 0).
-template <class Rows>
-__device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, int x) {
-  constexpr int kParts = Rows::kKeys / 32;
-  for (int part = rows.warp; part < 2 * kParts; part += rows.warps) {
-    const bool of_q = part >= kParts;
-    const int channel = part % kParts * 32 + rows.lane;
-    const float own = (of_q ? rows.q(x - path.sure) : rows.k(x))[channel];
-    float product = rows.decay(x)[channel];
-    float* scores = rows.shared + rows.layout.scores() + part * kRound + rows.lane / 2;
-    for (int at = path.before(x); at >= path.first; scores += 2 * kParts * kRound) {
-      float sums[kRound];
+__device__ void prepare_fold(const Rows& rows, int part, int at, int end) {
+  constexpr int kSide = 4;  // rows that are read side by side
+  const int channel = part * kPart + rows.lane;
+  float product = 1;
+#pragma unroll 1
+  for (int last = end - 1; last >= at; last -= kSide) {
+    float key[kSide], decay[kSide];
 #pragma unroll
-      for (int i = 0; i < kRound; ++i) {
-        sums[i] = 0;
-        if (at < path.first) continue;
-        sums[i] = product * rows.k(at)[channel] * own;
-        product *= rows.decay(at)[channel];
-        at = path.before(at);
-      }
-      reduce_scatter<kRound, 16>(sums);
-      if (rows.lane % 2 == 0) *scores = sums[0];
+    for (int j = 0; j < kSide; ++j) {
+      const int i = max(last - j, at);
+      key[j] = rows.k(i)[channel], decay[j] = rows.decay(i)[channel];
     }
-    rows.shared[(of_q ? rows.layout.with_q() : rows.layout.with_k()) + channel] = own * product;
-  }
-}
-
-/// The scores of a round: lane i has that of row i for k, lane kRound + i that for q.
-template <class Rows>
-__device__ __forceinline__ float score_of(const Rows& rows, int round) {
-  constexpr int kParts = Rows::kKeys / 32;
-  const float* scores = rows.shared + rows.layout.scores() +
-                        (round * 2 + rows.lane / kRound) * kParts * kRound + rows.lane % kRound;
-  float sum = 0;
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) sum += scores[part * kRound];
-  return sum;
+    for (int j = 0; j < kSide; ++j) {
+      if (last - j < at) continue;
+      rows.k(last - j)[channel] = key[j] * product;
+      product *= decay[j];
+    }
+  }
+  rows.decay(at)[channel] = product;
 }
 
-/// v_new of row x and its output, of this lane's values.
-template <class Tile, class Rows>
-__device__ __forceinline__ void solve(const Rows& rows, const Path& path, const Tile& tile, int x,
-                                      float (&v_new)[Tile::kOwned], float (&o)[Tile::kOwned]) {
-  float with_k[Tile::kOwned], with_q[Tile::kOwned], row[Tile::kOwned];
-  tile.multiply(rows.shared + rows.layout.with_k(), rows.shared + rows.layout.with_q(), with_k,
-                with_q);
+/// Scores of a token with the rows i in front of it, newest first: k D(t, i) . k_i and q D(t, i) .
+/// k_i, summed over a part of the channels, kRound rows at a time. Then what meets S_0: k D(t, 0)
+/// and q D(t, 0).
+template <class Rows>
+__device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, int token,
+                                            int in_batch, int part) {
+  const int x = path.sure + token, channel = part * kPart + rows.lane;
+  const float key = rows.k(x)[channel], query = rows.query(token, part);
+  float product = rows.decay(x)[channel];
   int at = path.before(x);
+#pragma unroll 1
   for (int round = 0; at >= path.first; ++round) {
-    const float score = score_of(rows, round);
-    for (int i = 0; i < kRound && at >= path.first; ++i, at = path.before(at)) {
-      const float of_k = __shfl_sync(~0u, score, i), of_q = __shfl_sync(~0u, score, kRound + i);
-      tile.own(rows.v_new(at), row);
+    float sums[2 * kRound];
 #pragma unroll
-      for (int c = 0; c < Tile::kOwned; ++c) {
-        with_k[c] = fmaf(of_k, row[c], with_k[c]);
-        with_q[c] = fmaf(of_q, row[c], with_q[c]);
-      }
+    for (int i = 0; i < kRound; ++i) {
+      const bool is_there = at >= path.first;
+      const int row = max(at, path.first);
+      const float decayed = is_there ? product * rows.k(row)[channel] : 0.0f;
+      sums[i] = decayed * key, sums[kRound + i] = decayed * query;
+      if (is_there) product *= rows.decay(row)[channel];
+      at = path.before(at);
     }
+    reduce_scatter<2 * kRound, 16>(sums);
+    constexpr int kLanes = 16 / kRound;  // that end with the same sum
+    if (rows.lane % kLanes == 0) rows.scores(in_batch, round, part)[rows.lane / kLanes] = sums[0];
   }
-  const int token = x - path.sure;
-  const float qk = rows.qk()[token], beta = rows.beta()[token];
-  tile.own(rows.v(token), row);
-#pragma unroll
-  for (int c = 0; c < Tile::kOwned; ++c) {
-    v_new[c] = beta * (row[c] - with_k[c]);
-    o[c] = rows.a.gate.scale * fmaf(qk, v_new[c], with_q[c]);
-  }
+  rows.with_state(in_batch, false)[channel] = key * product;
+  rows.with_state(in_batch, true)[channel] = query * product;
+  float own[2] = {query * query, query * key};
+  reduce_scatter<2, 16>(own);
+  if (rows.lane % 16 == 0) rows.of_q(token, part)[rows.lane / 16] = own[0];
 }
 
-template <class Tile, class Rows>
-__device__ __forceinline__ void store_v_new(const Rows& rows, const Tile& tile, int x,
-                                            const float (&v_new)[Tile::kOwned]) {
-  const RowView& view = rows.a.tail_v_new;
-  float* to = static_cast<float*>(view.base) + rows.tail_at(view, rows.unit.head, x);
+/// Scores of a round over all channels, in pairs of k and q.
+template <class Rows>
+__device__ __forceinline__ const float* sum_scores(const Rows& rows, int in_batch, int round) {
+  __syncwarp();  // those of the round before have been read
+  if (rows.lane < 2 * kRound) {
+    const float* scores = rows.scores(in_batch, round, 0) + rows.lane;
+    float sum = 0;
 #pragma unroll
-  for (int c = 0; c < Tile::kOwned; ++c) {
-    if (!tile.writes_output() || tile.value(c) >= rows.a.shape.V) continue;
-    to[tile.value(c)] = v_new[c];
-    rows.v_new(x)[tile.value(c)] = v_new[c];
+    for (int part = 0; part < Rows::kParts; ++part) sum += scores[part * 2 * kRound];
+    rows.pairs()[rows.lane % kRound * 2 + rows.lane / kRound] = sum;
+  }
+  __syncwarp();
+  return rows.pairs();
+}
+
+/// A lane's column of the tile, whose sums it has: one of a few lanes that share it, or alone.
+template <int kK>
+struct Column {
+  static constexpr int kLanes = 32 / kTileColumns<kK>;
+  int at;
+  bool is_there, writes;
+
+  __device__ Column(int column0, int lane, int V)
+      : at(column0 + lane / kLanes), is_there(at < V), writes(is_there && lane % kLanes == 0) {}
+};
+
+/// Rows of v_new take the factors that normalise their keys, of this warp's columns.
+template <class Rows>
+__device__ __forceinline__ void scale_v_new(const Rows& rows, const Column<Rows::kKeys>& column) {
+  if (!rows.a.gate.l2norm) return;
+#pragma unroll 1
+  for (int first = 0; first < rows.sure(); first += 32) {
+    const int count = min(rows.sure() - first, 32);
+    const float factor = rows.lane < count ? rows.key_factor(first + rows.lane) : 0.0f;
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      const float scale = __shfl_sync(~0u, factor, i);
+      if (column.writes) rows.v_new(first + i)[column.at] *= scale;
+    }
   }
   __syncwarp();
 }
 
-/// The tile of a slot.
-template <class Tile>
-__device__ __forceinline__ void load_tile(const TailArgs& a, int64_t slot, int64_t head,
-                                          Tile* tile) {
-  if (a.initial.bf16)
-    tile->template load<true>(a.initial, a.shape, slot, head);
-  else
-    tile->template load<false>(a.initial, a.shape, slot, head);
-}
-template <class Tile>
-__device__ __forceinline__ void store_tile(const TailArgs& a, int64_t slot, int64_t head,
-                                           Tile* tile) {
-  if (a.initial.bf16)
-    tile->template store<true>(a.initial, a.shape, slot, head);
-  else
-    tile->template store<false>(a.initial, a.shape, slot, head);
+/// v_new of a token and its output, of the lane's column.
+template <class Tile, class Rows>
+__device__ __forceinline__ void solve(const Rows& rows, const Path& path, const Tile& tile,
+                                      const Column<Rows::kKeys>& column, int token, int in_batch) {
+  const TailArgs& a = rows.a;
+  const int x = path.sure + token;
+  float with_k, with_q;
+  tile.multiply(rows.with_state(in_batch, false), rows.with_state(in_batch, true), &with_k,
+                &with_q);
+  int at = path.before(x);
+#pragma unroll 1
+  for (int round = 0; at >= path.first; ++round) {
+    const float* pairs = sum_scores(rows, in_batch, round);
+#pragma unroll
+    for (int i = 0; i < kRound; i += 2) {
+      const float4 two = *reinterpret_cast<const float4*>(pairs + 2 * i);
+      const int next = path.before(at);
+      // Scores past the first row are 0.
+      const float newer = rows.v_new(max(at, path.first))[column.at];
+      const float older = rows.v_new(max(next, path.first))[column.at];
+      with_k = fmaf(two.x, newer, with_k), with_q = fmaf(two.y, newer, with_q);
+      with_k = fmaf(two.z, older, with_k), with_q = fmaf(two.w, older, with_q);
+      at = path.before(next);
+    }
+  }
+  if (!column.is_there) return;
+  const float factor = rows.key_factor(x);
+  const float2 of_q = rows.query_factors(token);
+  const float v_new = rows.beta(token) * (rows.value(token, column.at) - factor * with_k);
+  const float scaled = factor * v_new;
+  if (!column.writes) return;
+  const float o = a.gate.scale * of_q.x * fmaf(of_q.y, scaled, with_q);
+  const RowView& view = a.tail_v_new;
+  static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column.at] = v_new;
+  rows.v_new(x)[column.at] = scaled;
+  store_element(a.o.base, a.o.type, rows.token_at(a.o, rows.unit.head, token) + column.at, o);
 }
 
 /// Folds rows [0, target) into the tile, which is written wherever S_0 changes. A bf16 state goes
@@ -152,18 +170,17 @@ template <class Tile, class Rows>
 __device__ __forceinline__ void fold(const Rows& rows, int target, Tile* tile) {
   const TailArgs& a = rows.a;
   const Start& start = rows.start;
+#pragma unroll 1
   for (int at = 0; at < target;) {
     const int end = fold_end(start, at, target);
-    tile->decay(rows.decay(at));
-    for (int i = at; i < end; ++i) tile->add(rows.k(i), rows.v_new(i));
-    if (a.initial.bf16) {
-      store_tile(a, start.slot, rows.unit.head, tile);
-      load_tile(a, start.slot, rows.unit.head, tile);
-    }
+    tile->fold({rows.k(at), rows.v_new(at), rows.decay(at), end - at, rows.columns()});
+    if constexpr (!Rows::kIsDense)
+      if (a.initial.bf16) tile->round();
     at = end;
   }
   const bool moves = a.settle && start.source != start.slot;
-  if (target > 0 || start.source < 0 || moves) store_tile(a, start.slot, rows.unit.head, tile);
+  if (target > 0 || start.source < 0 || moves)
+    tile->store(a.initial, a.shape, start.slot, rows.unit.head);
 }
 
 __device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
@@ -172,22 +189,27 @@ __device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
   return {n, a.lengths ? 0 : n, head, q_head_of(a, static_cast<int>(head)), 0};
 }
 
+/// Asks the L2 for a state.
+template <int kK>
+__device__ __forceinline__ void prefetch_state(const TailArgs& a, int64_t slot, int64_t head) {
+  const int size = a.initial.bf16 ? 2 : 4;
+  ptx::cp_async_bulk_prefetch_l2(
+      reinterpret_cast<uintptr_t>(a.initial.base) +
+          static_cast<uintptr_t>(state_offset(a.initial, slot, head, 0, 0) * size),
+      kK * kK * size);
+}
+
 /// The state that a later block will load, for the L2 (decode::Ahead), and the word that says which
 /// rows it will.
-template <int kK, bool kDense>
-__device__ __forceinline__ void prefetch_state(const TailArgs& a) {
+template <int kK>
+__device__ __forceinline__ void prefetch_ahead(const TailArgs& a) {
   const unsigned block = blockIdx.x + a.ahead;
   if (a.ahead == 0 || block >= gridDim.x || threadIdx.x != 0) return;
   const Unit unit = unit_of(a, block - (a.flags ? 1 : 0));
   const int64_t slot = decode::slots_of(a, unit.n).source;
   if (slot < 0) return;
   ptx::prefetch_l2(folded_word(a, slot, unit.head));
-  if (!kDense) return;
-  const int size = a.initial.bf16 ? 2 : 4;
-  ptx::cp_async_bulk_prefetch_l2(
-      reinterpret_cast<uintptr_t>(a.initial.base) +
-          static_cast<uintptr_t>(state_offset(a.initial, slot, unit.head, 0, 0) * size),
-      kK * kK * size);
+  prefetch_state<kK>(a, slot, unit.head);
 }
 
 /// Rows in shared memory, those of the tokens in the tail, and those that fold ready for it.
@@ -196,14 +218,19 @@ __device__ __forceinline__ Path make_rows(Rows* rows) {
   const TailArgs& a = rows->a;
   const Start& start = rows->start;
   rows->load();
-  prefetch_state<Rows::kKeys, Rows::kIsDense>(a);
+  if constexpr (Rows::kIsDense) prefetch_ahead<Rows::kKeys>(a);
+  if (a.parents) {
+    for (int t = static_cast<int>(threadIdx.x); t < rows->count; t += static_cast<int>(blockDim.x))
+      rows->before()[t] =
+          rows->sure() + (t > 0 ? a.parents[rows->unit.n * a.parent_columns + t] : -1);
+    __syncthreads();
+  }
   rows->make();
-  rows->append();
   const int target = fold_target(a, start) - start.folded;
-  for (int at = 0; at < target; at = fold_end(start, at, target))
-    prepare_fold(*rows, at, fold_end(start, at, target));
-  if (target > 0) __syncthreads();
-  return {rows->before(), target, rows->sure()};
+  for (int part = rows->warp; part < Rows::kParts; part += rows->warps)
+    for (int at = 0; at < target; at = fold_end(start, at, target))
+      prepare_fold(*rows, part, at, fold_end(start, at, target));
+  return {rows->before(), target, rows->sure(), a.parents ? rows->sure() : INT32_MAX};
 }
 
 /// Zeros in the rows of o that no token is computed for.
@@ -213,50 +240,71 @@ __device__ void zero_outputs(const TailArgs& a, const Unit& unit, const TokenRan
   if (!a.zero_skipped) return;
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
   for (int column = warp * kColumns<kK>; column < a.shape.V; column += warps * kColumns<kK>)
-    decode::zero_rows<kK>(a, unit, tokens, end, column);
+    decode::zero_rows<kColumns<kK>>(a, unit, tokens, end, column);
 }
 
 /// Asks for S_0, or makes it zero.
-template <bool kDense, class Rows, class Tile>
+template <class Rows, class Tile>
 __device__ __forceinline__ void load_columns(const Rows& rows, int64_t source, Tile* tile) {
+  constexpr bool kDense = Rows::kIsDense;
   if (!kDense || source < 0) tile->clear();
   if (!kDense && tile->column0 >= rows.a.shape.V) return;
-  if (source >= 0) load_tile(rows.a, source, rows.unit.head, tile);
+  if (source >= 0) tile->load(rows.a.initial, rows.a.shape, source, rows.unit.head);
 }
 
-/// Folds, then the tokens, in the columns of a tile. All warps of the block are here, those of no
-/// column too.
-template <bool kDense, class Rows, class Tile>
-__device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, Tile* tile) {
-  const TailArgs& a = rows.a;
-  const bool mine = kDense || tile->column0 < a.shape.V;
-  if (mine) fold(rows, path.first, tile);
+/// Scores of a batch of tokens from `token` on. The block meets behind.
+template <class Rows>
+__device__ __forceinline__ void make_batch(const Rows& rows, const Path& path, int token) {
+  const int count = min(rows.count - token, kBatch);
 #pragma unroll 1
-  for (int t = 0; t < rows.count; ++t) {
-    const int x = path.sure + t;
-    make_scores(rows, path, x);
-    __syncthreads();
-    if (mine) {
-      float v_new[Tile::kOwned], o[Tile::kOwned];
-      solve(rows, path, *tile, x, v_new, o);
-      store_v_new(rows, *tile, x, v_new);
-      decode::store_values(a, rows.unit, rows.begin + t, *tile, o);
-    }
-    if (!kDense || t + 1 < rows.count) __syncthreads();
-  }
+  for (int t = 0; t < count; ++t)
+    for (int part = rows.warp; part < Rows::kParts; part += rows.warps)
+      make_scores(rows, path, token + t, t, part);
+  __syncthreads();
 }
 
-/// Warps of a dense block.
+/// S_0, folds, then the tokens, in the columns of a tile. All warps of the block are here, those of
+/// no column too.
+template <class Rows, class Tile>
+__device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, Tile* tile) {
+  constexpr bool kDense = Rows::kIsDense;
+  load_columns(rows, rows.start.source, tile);
+  const Column<Rows::kKeys> column(tile->column0, rows.lane, rows.a.shape.V);
+  const bool mine = kDense || tile->column0 < rows.a.shape.V;
+  make_batch(rows, path, 0);
+  if (mine) {
+    scale_v_new(rows, column);
+    fold(rows, path.first, tile);
+  }
+#pragma unroll 1
+  for (int token = 0; token < rows.count; ++token) {
+    const int in_batch = token % kBatch;
+    if (token > 0 && in_batch == 0) {
+      __syncthreads();  // the batch before has been read
+      make_batch(rows, path, token);
+    }
+    if (mine) solve(rows, path, *tile, column, token, in_batch);
+    __syncwarp();
+  }
+  if (!kDense) __syncthreads();
+}
+
+/// Warps of a dense block, and blocks of an SM: as many as its registers have states for.
 template <int kK>
 constexpr int kWarps = kK / kTileColumns<kK>;
+template <int kK, bool kPacked>
+constexpr int kBlocks = kK == 64  ? 8
+                        : kPacked ? 4
+                                  : 3;
 
-/// The address of S_0 depends on no word of `folded` where there are no sources: it is asked for
-/// before that word is there, which the rows wait for.
-template <int kK, Access kAccess, bool kDense>
-__global__ void __launch_bounds__(32 * (kDense ? kWarps<kK> : kMostWarps),
-                                  kDense ? kMostWarps / kWarps<kK> * 2 : 1)
+/// Registers have S_0 from where scores are made: in front of that the L2 is asked for it, and rows
+/// take the registers.
+template <int kK, Access kAccess, bool kPacked>
+__global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps : kWarps<kK>),
+                                  kAccess == Access::kScalar ? 1 : kBlocks<kK, kPacked>)
     tail_kernel(const __grid_constant__ TailArgs a) {
-  using Tile = typename TileOf<kK, kAccess, kDense, kTileElements<kK>>::Type;
+  constexpr bool kDense = kAccess != Access::kScalar;
+  using Tile = typename BoundaryTile<kK, kAccess, kPacked>::Type;
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   const unsigned of_flags = a.flags ? 1 : 0;  // the first block: it may take longest
@@ -265,29 +313,28 @@ __global__ void __launch_bounds__(32 * (kDense ? kWarps<kK> : kMostWarps),
   const TokenRange tokens = decode::tokens_of(a, unit.n);
   const int count = num_computed(a, unit.n, tokens);
   Start start = place_of(a, unit.n);
-  if (a.sources) read_folded(a, unit.n, unit.head, &start);
+  if constexpr (kDense) {
+    // Nobody has asked for the states of the first blocks.
+    const bool is_first = threadIdx.x == 0 && blockIdx.x < a.ahead;
+    if (is_first && !start.skip && start.source >= 0)
+      prefetch_state<kK>(a, start.source, unit.head);
+  }
+  read_folded(a, unit.n, unit.head, &start);
+  if (start.skip || count < 0) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
   Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
-  const auto skips = [&] {
-    if (!a.sources) read_folded(a, unit.n, unit.head, &start);
-    return start.skip || count < 0;
-  };
+  const Path path = make_rows(&rows);
   const int column0 = rows.warp * kTileColumns<kK>;
   if constexpr (kDense) {
     Tile tile(column0);
-    if (!start.skip) load_columns<kDense>(rows, start.source, &tile);
-    if (skips()) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
-    const Path path = make_rows(&rows);
-    run_columns<kDense>(rows, path, &tile);
+    run_columns(rows, path, &tile);
   } else {
-    if (skips()) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
-    const Path path = make_rows(&rows);
 #pragma unroll 1
     for (int group = 0; group < a.shape.V; group += rows.warps * kTileColumns<kK>) {
       Tile tile(group + column0);
-      load_columns<kDense>(rows, start.source, &tile);
-      run_columns<kDense>(rows, path, &tile);
+      run_columns(rows, path, &tile);
     }
   }
+  rows.append_head_gates();
   if (threadIdx.x == 0) *folded_word(a, start.slot, unit.head) = fold_target(a, start);
   zero_outputs<kK>(a, unit, tokens, tokens.begin + count);
 }

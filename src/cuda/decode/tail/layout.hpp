@@ -9,11 +9,9 @@
 namespace kda::cuda::tail {
 
 constexpr int kMostWarps = 8;  // of a block
-constexpr int kRound = 16;     // rows whose scores are summed over channels together
-/// Scores of a round: those of k and of q, of 32 channels each.
-KDA_HOST_DEVICE_INLINE constexpr int32_t sums_of_round(int32_t keys) {
-  return 2 * (keys / 32) * kRound;
-}
+constexpr int kPart = 32;      // channels that a warp has, one a lane
+constexpr int kRound = 4;      // rows whose scores are summed over channels together
+constexpr int kBatch = 8;      // tokens whose scores are made before any of them is solved
 
 /// Channels of the kernel that serves K, or fewer of them.
 KDA_HOST_DEVICE_INLINE int32_t channels_of(int64_t K) {
@@ -26,24 +24,38 @@ struct Layout {
   int32_t columns = 0;  ///< of a row of values
   int32_t rows = 0;     ///< of the tail and of the tokens behind it
   int32_t tokens = 0;
+  int32_t batch = 0;  ///< of tokens
   int32_t rounds = 0;
 
   /// `keys`: as channels_of() has them.
   KDA_HOST_DEVICE_INLINE static Layout of(int32_t R, int32_t tokens, int32_t keys, int32_t V) {
     const int32_t rows = R + tokens;
-    return {keys, (V + 31) / 32 * 32, rows, tokens, (rows + kRound - 1) / kRound};
+    return {keys,
+            (V + 31) / 32 * 32,
+            rows,
+            tokens,
+            tokens < kBatch ? tokens : kBatch,
+            (rows + kRound - 1) / kRound};
   }
+  KDA_HOST_DEVICE_INLINE int32_t parts() const { return keys / kPart; }
   KDA_HOST_DEVICE_INLINE int32_t decays() const { return rows * keys; }
   KDA_HOST_DEVICE_INLINE int32_t v_new() const { return decays() + rows * keys; }
   KDA_HOST_DEVICE_INLINE int32_t q() const { return v_new() + rows * columns; }
   KDA_HOST_DEVICE_INLINE int32_t v() const { return q() + tokens * keys; }
-  KDA_HOST_DEVICE_INLINE int32_t with_k() const { return v() + tokens * columns; }
-  KDA_HOST_DEVICE_INLINE int32_t with_q() const { return with_k() + keys; }
-  KDA_HOST_DEVICE_INLINE int32_t bias() const { return with_q() + keys; }
-  KDA_HOST_DEVICE_INLINE int32_t scores() const { return bias() + keys; }
-  KDA_HOST_DEVICE_INLINE int32_t a_log() const { return scores() + rounds * sums_of_round(keys); }
-  KDA_HOST_DEVICE_INLINE int32_t qk() const { return a_log() + 32; }
-  KDA_HOST_DEVICE_INLINE int32_t beta() const { return qk() + tokens; }
+  /// k and q of a token of the batch, as they meet S_0.
+  KDA_HOST_DEVICE_INLINE int32_t with_state() const { return v() + tokens * columns; }
+  /// Scores of a token of the batch with kRound rows, of k and then of q: a sum a part.
+  KDA_HOST_DEVICE_INLINE int32_t scores() const { return with_state() + batch * 2 * keys; }
+  /// Scores over all channels, of the rows that a warp is at.
+  KDA_HOST_DEVICE_INLINE int32_t pairs() const {
+    return scores() + batch * rounds * parts() * 2 * kRound;
+  }
+  KDA_HOST_DEVICE_INLINE int32_t bias() const { return pairs() + kMostWarps * 2 * kRound; }
+  /// Squares of keys, of q, and products of the two: a sum a part.
+  KDA_HOST_DEVICE_INLINE int32_t squares() const { return bias() + keys; }
+  KDA_HOST_DEVICE_INLINE int32_t of_q() const { return squares() + parts() * rows; }
+  KDA_HOST_DEVICE_INLINE int32_t a_log() const { return of_q() + parts() * 2 * tokens; }
+  KDA_HOST_DEVICE_INLINE int32_t beta() const { return a_log() + kMostWarps; }
   KDA_HOST_DEVICE_INLINE int32_t before() const { return beta() + tokens; }
   KDA_HOST_DEVICE_INLINE int32_t floats() const { return before() + tokens; }
 };

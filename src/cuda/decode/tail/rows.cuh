@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of a head in shared memory: those of the tail, oldest first, then those of the tokens. A
-// warp makes keys and decays of a row from what lies in memory.
+// warp has a part of the channels of every row and, in dense kernels, as many columns of values:
+// what it copies, makes and appends no other warp touches.
 #pragma once
 
 #include "cuda/decode/tail/copy_row.cuh"
@@ -9,30 +10,34 @@
 
 namespace kda::cuda::tail {
 
-/// kDense: K = V = kK, and rows are of whole words, which are copied to where their numbers will
-/// be: load() only asks for them, make() waits. Else make() loads.
+/// kDense: K = V = kK, a warp for each part, and rows of whole vectors, which are copied to where
+/// their numbers will be: load() only asks for them, make() waits. Else make() loads.
 template <int kK, bool kDense>
 struct Rows {
   static constexpr int kKeys = kK;
   static constexpr bool kIsDense = kDense;
-  static constexpr int kCount = kK / 32;  // elements of a lane
+  static constexpr int kParts = kK / kPart;
+  static constexpr int kGroup = 4;  // rows that are made side by side
 
   const TailArgs& a;
   const Unit& unit;
   const Start& start;
-  const int64_t begin;  ///< first token
-  const int count;
+  const int count;                   ///< of tokens
+  const int batch_row, first_token;  ///< where tokens lie: of the batch, and in that row
   const int lane, warp, warps;
   const Layout layout;
   float* const shared;
+  int first_row = 0;  ///< of the tail in its tensors
 
-  __device__ Rows(const TailArgs& args, const Unit& of, const Start& at, int64_t first_token,
+  __device__ Rows(const TailArgs& args, const Unit& of, const Start& at, int64_t first,
                   int num_tokens)
       : a(args),
         unit(of),
         start(at),
-        begin(first_token),
         count(num_tokens),
+        batch_row(args.map.cu_seqlens ? 0 : static_cast<int>(of.row)),
+        first_token(
+            static_cast<int>(args.map.cu_seqlens ? first : first - of.row * args.map.num_tokens)),
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
         warps(static_cast<int>(blockDim.x) / 32),
@@ -44,102 +49,148 @@ struct Rows {
   __device__ float* k(int i) const { return shared + i * kK; }
   __device__ float* decay(int i) const { return shared + layout.decays() + i * kK; }
   __device__ float* v_new(int i) const { return shared + layout.v_new() + i * columns(); }
-  __device__ float* q(int token) const { return shared + layout.q() + token * kK; }
-  __device__ float* v(int token) const { return shared + layout.v() + token * columns(); }
-  __device__ float* qk() const { return shared + layout.qk(); }
-  __device__ float* beta() const { return shared + layout.beta(); }
-  /// The row that each token follows.
+  /// The row that each token follows, of a tree.
   __device__ int* before() const { return reinterpret_cast<int*>(shared + layout.before()); }
+  /// k D(t, 0) and q D(t, 0) of a token of the batch.
+  __device__ float* with_state(int in_batch, bool of_q) const {
+    return shared + layout.with_state() + (2 * in_batch + (of_q ? 1 : 0)) * kK;
+  }
+  /// Sums of a part: scores with kRound rows, of k and then of q.
+  __device__ float* scores(int in_batch, int round, int part) const {
+    return shared + layout.scores() +
+           ((in_batch * layout.rounds + round) * kParts + part) * 2 * kRound;
+  }
+  __device__ float* pairs() const { return shared + layout.pairs() + warp * 2 * kRound; }
+  /// Sums of a part, of a token: q . q and q . k.
+  __device__ float* of_q(int token, int part) const {
+    return shared + layout.of_q() + (token * kParts + part) * 2;
+  }
 
+  __device__ float query(int token, int part) const {
+    return float_of(
+        token_bits(a.q, unit.q_head, token, shared + layout.q() + token * kK, part, a.shape.K),
+        a.q.type);
+  }
+  /// A value of a token; in dense kernels of this warp's columns, the lane's.
+  __device__ float value(int token, int column) const {
+    if constexpr (kDense)
+      return float_of(raw(a.v, shared + layout.v() + token * kK, warp), a.v.type);
+    else
+      return float_of(load_bits(a.v.base, a.v.type, token_at(a.v, unit.head, token) + column),
+                      a.v.type);
+  }
+  __device__ float beta(int token) const {
+    return beta_value(a.gate, read_element(a.beta, token_at(a.beta, unit.head, token),
+                                           shared + layout.beta() + token));
+  }
+  /// The factor that normalises the key of row i.
+  __device__ float key_factor(int i) const {
+    if (!a.gate.l2norm) return 1;
+    float sum = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) sum += squares(part)[i];
+    return rsqrtf(sum + 1e-6f);
+  }
+  /// The factor that normalises q of a token, and q . k of what was not normalised.
+  __device__ float2 query_factors(int token) const {
+    float squares = 0, product = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const float2 sums = *reinterpret_cast<const float2*>(of_q(token, part));
+      squares += sums.x, product += sums.y;
+    }
+    return {a.gate.l2norm ? rsqrtf(squares + 1e-6f) : 1.0f, product};
+  }
+
+  /// The row of index i, of the sure ones or of the tokens: no more than twice R from the first.
+  __device__ int row_of(int i) const {
+    int row = first_row + i;
+    if (row >= a.rows) row -= a.rows;
+    return row >= a.rows ? row - a.rows : row;
+  }
   /// First element of the row of index i in a tensor of the tail.
   __device__ int64_t tail_at(const RowView& view, int64_t head, int i) const {
-    const auto row = static_cast<uint32_t>(start.folded + i) % static_cast<uint32_t>(a.rows);
-    return start.slot * view.stride_b + row * view.stride_t + head * view.stride_h;
+    return start.slot * view.stride_b + row_of(i) * view.stride_t + head * view.stride_h;
   }
   __device__ int64_t token_at(const RowView& view, int64_t head, int token) const {
-    return row_offset(view, a.map, unit.row, begin + token, head);
+    return batch_row * view.stride_b + (first_token + token) * view.stride_t +
+           static_cast<int>(head) * view.stride_h;
   }
 
+  /// Asks for what the warp makes numbers of.
   __device__ void load() {
+    first_row =
+        static_cast<int>(static_cast<uint32_t>(start.folded) % static_cast<uint32_t>(a.rows));
     if constexpr (kDense) {
+      if (a.gate.gate_mode != GateMode::kLog) load_parameters();
       load_tail();
       load_tokens();
-      if (a.gate.gate_mode != GateMode::kLog && warp + 1 == warps) load_parameters();
       ptx::cp_async_commit();
     }
   }
 
-  /// The block meets before, in dense kernels, and behind.
+  /// Keys, as they came in, and decays of this warp's channels. Appends the tokens' rows: of those
+  /// channels, all rows of the tail have been read.
   __device__ void make() {
-    if constexpr (kDense) ptx::cp_async_wait<0>(), __syncthreads();
+    if constexpr (kDense) ptx::cp_async_wait<0>(), __syncwarp();
     const float rate = a.gate.A_log ? expf(read_element(a_log(), head_at_A(), a_log_word())) : 1.0f;
 #pragma unroll 1
-    for (int i = warp; i < sure() + count; i += warps) {
-      const int t = i - sure();
-      float x[kCount];
-      if (t < 0)
-        read(a.tail_k, tail_at(a.tail_k, unit.q_head, i), k(i), a.shape.K, x);
-      else
-        read(a.k, token_at(a.k, unit.q_head, t), k(i), a.shape.K, x);
-      normalise(x);
-      write(k(i), x);
-      make_decays(i, rate);
-      if (t >= 0)
-        make_token(t, x);
-      else if (!kDense)
-        copy_values(a.tail_v_new, tail_at(a.tail_v_new, unit.head, i), v_new(i));
+    for (int part = warp; part < kParts; part += warps) {
+      const float bias = bias_of(part);
+#pragma unroll 1
+      for (int at = 0; at < sure() + count; at += kGroup) make_group(part, at, bias, rate);
     }
-    __syncthreads();
+    if (!kDense) load_v_new();
   }
 
-  /// Rows of k and g of the tokens, as they came in. All rows of the tail have been read.
-  __device__ void append() {
-    const bool shares_keys = a.shape.H != a.shape.HV;
-#pragma unroll 1
-    for (int t = warp; t < 2 * count; t += warps) {
-      if (t < count) {
-        append_row(a.g, token_at(a.g, unit.head, t), a.tail_g,
-                   tail_at(a.tail_g, unit.head, sure() + t), gate_step(a) == 0 ? 1 : a.shape.K);
-      } else if (!shares_keys) {
-        append_row(a.k, token_at(a.k, unit.q_head, t - count), a.tail_k,
-                   tail_at(a.tail_k, unit.q_head, sure() + t - count), a.shape.K);
-      }
-    }
+  /// One gate a head, which all warps have read.
+  __device__ void append_head_gates() const {
+    if (gate_step(a) != 0) return;
+    for (int t = static_cast<int>(threadIdx.x); t < count; t += static_cast<int>(blockDim.x))
+      copy_row(a.g, token_at(a.g, unit.head, t), a.tail_g, tail_at(a.tail_g, unit.head, sure() + t),
+               1, 0, 1);
   }
 
  private:
+  __device__ float* squares(int part) const {
+    return shared + layout.squares() + part * layout.rows;
+  }
+
   // ---- on their way to shared memory
 
-  /// This thread's part of the rows of the tail, 16 bytes at a time.
+  /// Vectors of a part of a row, as a power of two: a part has them where its numbers will be.
+  __device__ static int shift_of(const RowView& view) { return size_of(view) == 4 ? 3 : 2; }
+
+  /// This warp's part of the rows of the tail, 16 bytes at a time.
   __device__ void copy_tail(const RowView& view, int64_t head, float* rows) const {
-    const int bytes = size_of(view);
-    const int shift = (kK == 64 ? 3 : 4) + (bytes == 4 ? 1 : 0);  // of vectors of a row
+    const int bytes = size_of(view), shift = shift_of(view);
+    const int vector = lane & ((1 << shift) - 1);
     const char* base = static_cast<const char*>(view.base) +
-                       (start.slot * view.stride_b + head * view.stride_h) * bytes;
-    const int first =
-        static_cast<int>(static_cast<uint32_t>(start.folded) % static_cast<uint32_t>(a.rows));
+                       (start.slot * view.stride_b + head * view.stride_h) * bytes +
+                       ((warp << shift) + vector) * 16;
+    const int64_t step = view.stride_t * bytes;
+    const uint32_t to = ptx::shared_address(rows + warp * kPart + 4 * vector);
 #pragma unroll 1
-    for (int j = static_cast<int>(threadIdx.x); j < sure() << shift;
-         j += static_cast<int>(blockDim.x)) {
-      const int i = j >> shift, vector = j - (i << shift);
-      const int row = first + i < a.rows ? first + i : first + i - a.rows;
-      ptx::cp_async<16>(ptx::shared_address(rows + i * kK + 4 * vector),
-                        base + row * view.stride_t * bytes + 16 * vector);
+    for (int i = lane >> shift; i < sure(); i += 32 >> shift) {
+      ptx::cp_async<16>(to + i * kK * 4, base + row_of(i) * step);
     }
   }
   __device__ void load_tail() const {
     copy_tail(a.tail_k, unit.q_head, k(0));
+    if (gate_step(a) != 0)
+      copy_tail(a.tail_g, unit.head, decay(0));
+    else
+      for (int i = lane; i < sure(); i += 32)
+        copy_element(a.tail_g, tail_at(a.tail_g, unit.head, i), decay(i) + warp * kPart);
     copy_tail(a.tail_v_new, unit.head, v_new(0));
-    if (gate_step(a) != 0) return copy_tail(a.tail_g, unit.head, decay(0));
-    for (int i = static_cast<int>(threadIdx.x); i < sure(); i += static_cast<int>(blockDim.x))
-      copy_element(a.tail_g, tail_at(a.tail_g, unit.head, i), decay(i));
   }
 
   __device__ void copy(const RowView& view, int64_t at, float* row) const {
-    const int bytes = size_of(view);
-    if (lane < kK * bytes / 16)
-      ptx::cp_async<16>(ptx::shared_address(row + 4 * lane),
-                        static_cast<const char*>(view.base) + at * bytes + 16 * lane);
+    const int shift = shift_of(view);
+    if (lane < 1 << shift)
+      ptx::cp_async<16>(
+          ptx::shared_address(row + warp * kPart + 4 * lane),
+          static_cast<const char*>(view.base) + at * size_of(view) + ((warp << shift) + lane) * 16);
   }
   /// The word that has an element, which may begin in its middle.
   __device__ static uintptr_t address_of(const RowView& view, int64_t at) {
@@ -151,16 +202,16 @@ struct Rows {
   }
   __device__ void load_tokens() const {
 #pragma unroll 1
-    for (int j = warp; j < 4 * count; j += warps) {
-      const int t = j / 4;
-      if (j % 4 == 0) copy(a.k, token_at(a.k, unit.q_head, t), k(sure() + t));
-      if (j % 4 == 1) copy(a.q, token_at(a.q, unit.q_head, t), q(t));
-      if (j % 4 == 2) copy(a.v, token_at(a.v, unit.head, t), v(t));
-      if (j % 4 != 3) continue;
-      if (gate_step(a) != 0) copy(a.g, token_at(a.g, unit.head, t), decay(sure() + t));
-      if (lane != 0) continue;
-      if (gate_step(a) == 0) copy_element(a.g, token_at(a.g, unit.head, t), decay(sure() + t));
-      copy_element(a.beta, token_at(a.beta, unit.head, t), beta() + t);
+    for (int t = 0; t < count; ++t) {
+      copy(a.k, token_at(a.k, unit.q_head, t), k(sure() + t));
+      if (gate_step(a) != 0)
+        copy(a.g, token_at(a.g, unit.head, t), decay(sure() + t));
+      else if (lane == 0)
+        copy_element(a.g, token_at(a.g, unit.head, t), decay(sure() + t) + warp * kPart);
+      copy(a.q, token_at(a.q, unit.q_head, t), shared + layout.q() + t * kK);
+      copy(a.v, token_at(a.v, unit.head, t), shared + layout.v() + t * kK);
+      if (warp == 0 && lane == 0)
+        copy_element(a.beta, token_at(a.beta, unit.head, t), shared + layout.beta() + t);
     }
   }
 
@@ -169,13 +220,20 @@ struct Rows {
   }
   __device__ RowView a_log() const { return floats(a.gate.A_log); }
   __device__ int64_t head_at_A() const { return unit.head * a.gate.stride_A; }
-  __device__ float* bias_row() const { return shared + layout.bias(); }
-  __device__ float* a_log_word() const { return shared + layout.a_log(); }
+  __device__ float* a_log_word() const { return shared + layout.a_log() + warp; }
+  __device__ int64_t bias_at(int channel) const {
+    return unit.head * a.gate.stride_dt + channel * bias_step(a);
+  }
   __device__ void load_parameters() const {
+    const int channel = warp * kPart + lane;
     if (a.gate.dt_bias)
-      reinterpret_cast<SharedRow<kCount>*>(bias_row())
-          ->load(floats(a.gate.dt_bias), unit.head * a.gate.stride_dt, kK);
+      copy_element(floats(a.gate.dt_bias), bias_at(channel), shared + layout.bias() + channel);
     if (a.gate.A_log && lane == 0) copy_element(a_log(), head_at_A(), a_log_word());
+  }
+  __device__ float bias_of(int part) const {
+    const int channel = part * kPart + lane;
+    if (a.gate.gate_mode == GateMode::kLog || !a.gate.dt_bias || channel >= a.shape.K) return 0;
+    return kDense ? shared[layout.bias() + channel] : a.gate.dt_bias[bias_at(channel)];
   }
 
   // ---- from what was read to numbers in its place
@@ -186,109 +244,138 @@ struct Rows {
     if (view.type == Element::kFloat32) return __uint_as_float(bits);
     return float_of(address_of(view, at) & 2 ? bits >> 16 : bits & 0xffff, view.type);
   }
-
-  /// Elements kCount lane + j of a row; 0 past `size`.
-  __device__ void read(const RowView& view, int64_t at, const float* row, int size,
-                       float (&x)[kCount]) const {
+  /// This lane's element of a part, as it was copied.
+  __device__ uint32_t raw(const RowView& view, const float* row, int part) const {
+    return load_bits(row + part * kPart, view.type, lane);
+  }
+  /// This lane's element of a part of a row of the tail or of a token; 0 past `size`.
+  __device__ uint32_t bits_at(const RowView& view, int64_t at, int part, int size) const {
+    const int channel = part * kPart + lane;
+    return channel < size ? load_bits(view.base, view.type, at + channel) : 0;
+  }
+  __device__ uint32_t token_bits(const RowView& view, int64_t head, int token, const float* row,
+                                 int part, int size) const {
+    if constexpr (kDense) return raw(view, row, part);
+    return bits_at(view, token_at(view, head, token), part, size);
+  }
+  /// Reads rows [at, at + kGroup), past the last one that one, and looks at their type once.
+  __device__ void read_group(const RowView& tail, const RowView& tokens, int64_t head,
+                             const float* rows, int part, int at, uint32_t (&bits)[kGroup]) const {
+    const int last = sure() + count - 1;
     if constexpr (!kDense) {
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        const int c = kCount * lane + j;
-        x[j] = c < size ? float_of(load_bits(view.base, view.type, at + c), view.type) : 0.0f;
+      for (int j = 0; j < kGroup; ++j) {
+        const int i = min(at + j, last);
+        bits[j] = i < sure() ? bits_at(tail, tail_at(tail, head, i), part, a.shape.K)
+                             : bits_at(tokens, token_at(tokens, head, i - sure()), part, a.shape.K);
       }
-    } else if (view.type == Element::kFloat32) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) x[j] = row[kCount * lane + j];
-    } else {
-      const auto* words = reinterpret_cast<const uint32_t*>(row) + kCount / 2 * lane;
-#pragma unroll
-      for (int j = 0; j < kCount; j += 2) {
-        const uint32_t pair = words[j / 2];
-        x[j] = float_of(pair & 0xffff, view.type), x[j + 1] = float_of(pair >> 16, view.type);
-      }
+      return;
     }
-    __syncwarp();  // numbers take its place
-  }
-  __device__ void copy_values(const RowView& view, int64_t at, float* row) const {
-    for (int c = lane; c < a.shape.V; c += 32)
-      row[c] = float_of(load_bits(view.base, view.type, at + c), view.type);
-  }
-
-  __device__ void normalise(float (&x)[kCount]) const {
-    if (!a.gate.l2norm) return;
-    float sum = 0;
+    const float* own = rows + part * kPart;
+    if (tokens.type == Element::kFloat32) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) sum = fmaf(x[j], x[j], sum);
-    const float scale = rsqrtf(sum_over(sum, 1, 32) + 1e-6f);
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) x[j] *= scale;
-  }
-  __device__ void write(float* row, const float (&x)[kCount]) const {
-    float* to = row + kCount * lane;
-    if constexpr (kCount == 2) {
-      *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
+      for (int j = 0; j < kGroup; ++j)
+        bits[j] = __float_as_uint(own[min(at + j, last) * kK + lane]);
     } else {
 #pragma unroll
-      for (int j = 0; j < kCount; j += 4)
-        *reinterpret_cast<float4*>(to + j) = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
+      for (int j = 0; j < kGroup; ++j)
+        bits[j] = reinterpret_cast<const uint16_t*>(own + min(at + j, last) * kK)[lane];
     }
   }
-
-  __device__ void make_decays(int i, float rate) const {
+  __device__ float head_gate(int i, int part) const {
     const int t = i - sure();
-    const RowView& view = t < 0 ? a.tail_g : a.g;
-    const int64_t at = t < 0 ? tail_at(view, unit.head, i) : token_at(view, unit.head, t);
-    float g[kCount];
-    if (gate_step(a) != 0) {
-      read(view, at, decay(i), a.shape.K, g);
-    } else {
-      const float gate = read_element(view, at, decay(i));
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) g[j] = gate;
-    }
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const int c = kCount * lane + j;
-      const bool is_there = kDense || c < a.shape.K;
-      float bias = 0;
-      if (a.gate.dt_bias && is_there)
-        bias = kDense ? bias_row()[c] : a.gate.dt_bias[unit.head * a.gate.stride_dt + c];
-      g[j] = is_there ? exp2f(log2_decay_exact(a.gate, g[j], bias, rate)) : 0.0f;
-    }
-    write(decay(i), g);
+    return read_element(a.g, t < 0 ? tail_at(a.tail_g, unit.head, i) : token_at(a.g, unit.head, t),
+                        decay(i) + part * kPart);
   }
 
-  /// q, v, beta and q . k of a token, whose key is `key`.
-  __device__ void make_token(int t, const float (&key)[kCount]) const {
-    float x[kCount];
-    read(a.q, token_at(a.q, unit.q_head, t), q(t), a.shape.K, x);
-    normalise(x);
-    write(q(t), x);
-    float sum = 0;
+  /// Looks at the type once.
+  __device__ static void floats_of(const uint32_t (&bits)[kGroup], Element type,
+                                   float (&x)[kGroup]) {
+    if (type == Element::kBFloat16) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) sum = fmaf(x[j], key[j], sum);
-    sum = sum_over(sum, 1, 32);
-    if constexpr (kDense) {
-      read(a.v, token_at(a.v, unit.head, t), v(t), a.shape.V, x);
-      write(v(t), x);
+      for (int j = 0; j < kGroup; ++j) x[j] = float_of(bits[j], Element::kBFloat16);
     } else {
-      copy_values(a.v, token_at(a.v, unit.head, t), v(t));
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) x[j] = float_of(bits[j], type);
     }
-    if (lane == 0)
-      before()[t] =
-          sure() + (a.parents && t > 0 ? a.parents[unit.n * a.parent_columns + t] : t - 1);
-    const float raw = read_element(a.beta, token_at(a.beta, unit.head, t), beta() + t);
-    __syncwarp();
-    if (lane == 0) qk()[t] = sum, beta()[t] = beta_value(a.gate, raw);
   }
 
-  __device__ void append_row(const RowView& from, int64_t from_at, const RowView& to, int64_t to_at,
-                             int size) const {
-    if (kDense && size == kK)
-      copy_vectors(from, from_at, to, to_at, kK, lane, 32);
+  template <GateMode kMode>
+  __device__ void make_decays(float (&x)[kGroup], float bias, float rate) const {
+    GateView gate = a.gate;
+    gate.gate_mode = kMode;
+#pragma unroll
+    for (float& g : x) {
+      if constexpr (kMode == GateMode::kBounded)  // a division has a branch, which others wait for
+        g = exp2f(gate.lower_bound * ptx::rcp(1.0f + expf(-rate * (g + bias))) * kLog2e);
+      else
+        g = exp2f(log2_decay_exact(gate, g, bias, rate));
+    }
+  }
+  __device__ void make_decays(float (&x)[kGroup], float bias, float rate) const {
+    switch (a.gate.gate_mode) {
+      case GateMode::kLog: return make_decays<GateMode::kLog>(x, bias, rate);
+      case GateMode::kSoftplus: return make_decays<GateMode::kSoftplus>(x, bias, rate);
+      case GateMode::kBounded: return make_decays<GateMode::kBounded>(x, bias, rate);
+    }
+  }
+
+  /// Rows [at, at + kGroup). Past the last row that one is made again, and not written.
+  __device__ void make_group(int part, int at, float bias, float rate) const {
+    const int end = sure() + count, channel = part * kPart + lane;
+    const bool head_gates = gate_step(a) == 0;
+    uint32_t key_bits[kGroup], gate_bits[kGroup];
+    float keys[kGroup], gates[kGroup], sums[kGroup];
+    read_group(a.tail_k, a.k, unit.q_head, k(0), part, at, key_bits);
+    if (head_gates) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) gates[j] = head_gate(min(at + j, end - 1), part);
+    } else {
+      read_group(a.tail_g, a.g, unit.head, decay(0), part, at, gate_bits);
+    }
+    __syncwarp();  // numbers take their place
+    floats_of(key_bits, a.k.type, keys);
+    if (!head_gates) floats_of(gate_bits, a.g.type, gates);
+    make_decays(gates, bias, rate);
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      sums[j] = keys[j] * keys[j];
+      const int i = min(at + j, end - 1);
+      k(i)[channel] = keys[j];
+      decay(i)[channel] = kDense || channel < a.shape.K ? gates[j] : 0.0f;
+    }
+    if (at + kGroup > sure() && (kDense || channel < a.shape.K)) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j)
+        if (at + j >= sure() && at + j < end)
+          append(at + j, channel, key_bits[j], head_gates ? 0 : gate_bits[j]);
+    }
+    if (!a.gate.l2norm) return;
+    reduce_scatter<kGroup, 16>(sums);
+    const int row = at + lane / (32 / kGroup);
+    if (lane % (32 / kGroup) == 0 && row < end) squares(part)[row] = sums[0];
+  }
+
+  __device__ static void store_bits(const RowView& view, int64_t at, uint32_t bits) {
+    if (view.type == Element::kFloat32)
+      static_cast<uint32_t*>(view.base)[at] = bits;
     else
-      copy_row(from, from_at, to, to_at, size, lane, 32);
+      static_cast<uint16_t*>(view.base)[at] = static_cast<uint16_t>(bits);
+  }
+  /// Keys that several value heads share are copied by a kernel behind.
+  __device__ void append(int i, int channel, uint32_t key, uint32_t gate) const {
+    if (gate_step(a) != 0) store_bits(a.tail_g, tail_at(a.tail_g, unit.head, i) + channel, gate);
+    if (a.shape.H == a.shape.HV)
+      store_bits(a.tail_k, tail_at(a.tail_k, unit.q_head, i) + channel, key);
+  }
+
+  /// All warps read it behind a barrier.
+  __device__ void load_v_new() const {
+    for (int i = warp; i < sure(); i += warps) {
+      const float* from =
+          static_cast<const float*>(a.tail_v_new.base) + tail_at(a.tail_v_new, unit.head, i);
+      for (int c = lane; c < a.shape.V; c += 32) v_new(i)[c] = from[c];
+    }
   }
 };
 

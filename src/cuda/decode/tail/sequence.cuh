@@ -127,22 +127,28 @@ __device__ __forceinline__ int32_t num_computed(const TailArgs& a, int64_t n,
 
 /// Flags of device metadata, by a block that has nothing else to do. Other blocks write words of
 /// `folded` meanwhile, of sequences where nothing is wrong: before and after, a word is in range
-/// and has the same target.
+/// and has the same target. A thread has a few heads of a sequence.
 __device__ inline void write_flags(const TailArgs& a) {
+  constexpr unsigned kHeads = 8;
   const DecodeArgs& base = a;
   decode::write_flags(base);
   bool wrong = false, many = false, parents = false;
-  for (int64_t n = threadIdx.x; n < a.map.num_sequences; n += blockDim.x) {
+  const auto HV = static_cast<unsigned>(a.shape.HV), groups = (HV + kHeads - 1) / kHeads;
+  const int64_t all = a.map.num_sequences * groups;
+  for (int64_t i = threadIdx.x; i < all; i += blockDim.x) {
+    const int64_t n = i / groups;
+    const unsigned group = static_cast<unsigned>(i % groups);
     const Start place = place_of(a, n);
     if (place.slot < 0) continue;
     const Start first = start_of(a, n, 0);
-#pragma unroll 8
-    for (int head = 0; head < static_cast<int>(a.shape.HV); ++head) {
+#pragma unroll
+    for (unsigned j = 0; j < kHeads; ++j) {
+      const unsigned head = min(group * kHeads + j, HV - 1);
       Start start = place;
       read_folded(a, n, head, &start);
       wrong |= start.wrong || fold_target(a, start) != fold_target(a, first);
     }
-    if (first.skip) continue;
+    if (group != 0 || first.skip) continue;
     const TokenRange tokens = decode::tokens_of(a, n);
     const int64_t count = tokens.end - tokens.begin;
     many |= count > most_tokens(a);

@@ -4,13 +4,13 @@
 namespace kda::cuda::tail {
 namespace {
 
-template <int kK, Access kAccess, bool kDense>
+template <int kK, Access kAccess, bool kPacked>
 Status launch_instance(const TailArgs& args, const Launch& where) {
   const int64_t tiles = (args.shape.V + kTileColumns<kK> - 1) / kTileColumns<kK>;
   const auto warps = static_cast<int>(std::min<int64_t>(tiles, kMostWarps));
   const int64_t blocks = args.map.num_sequences * args.shape.HV + (args.flags ? 1 : 0);
   const int64_t shared = shared_bytes(args.rows, args.most_tokens, args.shape.K, args.shape.V);
-  return launch_kernel("tail", tail_kernel<kK, kAccess, kDense>, blocks, 32 * warps,
+  return launch_kernel("tail", tail_kernel<kK, kAccess, kPacked>, blocks, 32 * warps,
                        static_cast<int>(shared), where, args);
 }
 
@@ -32,10 +32,15 @@ bool is_dense(const TailArgs& args) {
          args.initial.vectors;
 }
 
+template <int kK, Access kAccess>
+Status launch_dense(const TailArgs& args, const Launch& where) {
+  return args.initial.bf16 ? launch_instance<kK, kAccess, true>(args, where)
+                           : launch_instance<kK, kAccess, false>(args, where);
+}
 template <int kK>
 Status launch_dense(const TailArgs& args, const Launch& where) {
-  return args.initial.vk ? launch_instance<kK, Access::kVectorsVK, true>(args, where)
-                         : launch_instance<kK, Access::kVectorsKV, true>(args, where);
+  return args.initial.vk ? launch_dense<kK, Access::kVectorsVK>(args, where)
+                         : launch_dense<kK, Access::kVectorsKV>(args, where);
 }
 
 }  // namespace
