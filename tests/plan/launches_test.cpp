@@ -403,7 +403,6 @@ TEST_F(Launches, OfFp16RowsAreThoseThatThePlanLists) {
   EXPECT_EQ(without_grad, 10);
 }
 
-/// A backend that serves callers who name it.
 TEST_F(Launches, OfGatedDeltaNetAreThoseThatThePlanLists) {
   if (capability_ != 90) GTEST_SKIP() << "kernels of Hopper alone";
   Choices choices(11);

@@ -324,13 +324,13 @@ TEST(Decode, PackedSequencesOfDifferentLengths) {
   }
 }
 
-/// vLLM's speculative form: read the state of the last accepted token, store one a token.
-/// A GPU has a kernel of its own for one token of each sequence and states of bf16.
+/// A GPU has a kernel of its own for one token of each sequence and many states of bf16.
 TEST(Decode, OneTokenOfBf16StatesHasTheBitsOfAPack) {
   for (const std::string& backend : test::backends())
     for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK}) {
       DecodeShape s;
       s.K = s.V = 128;
+      s.heads = 86;
       s.layout = layout;
       s.state_dtype = s.dtype = DType::kBFloat16;
       Decode rows = make_decode(s);
@@ -379,6 +379,7 @@ TEST(Decode, OneGateAHeadHasTheBitsOfTheSameGateInFp32) {
     }
 }
 
+/// vLLM's speculative form: read the state of the last accepted token, store one a token.
 TEST(Decode, StoresAStateAToken) {
   for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK}) {
     DecodeShape s;

@@ -198,10 +198,6 @@ template <int kK>
 struct DecodeTile<kK, Access::kVectorsKV, true, true> {
   using Type = PackedTileKV<kK>;
 };
-template <int kK>
-struct DecodeTile<kK, Access::kVectorsVK, true, true> {
-  using Type = PackedTileVK<kK>;
-};
 
 /// kPacked: states are bf16 and dense, and each sequence has one token.
 template <int kK, Access kAccess, bool kDense, bool kPacked, class Args>
@@ -326,9 +322,15 @@ Status launch(const Args& args, const Launch& where) {
                        static_cast<int>(sizeof(Shared<kK, kDense>)), where, args);
 }
 
-/// Whether states are bf16 and each sequence has one token, behind which its state is rounded.
+/// States from which on a warp needs many bytes on their way. Fewer do not fill a card, and the
+/// smaller tiles answer sooner.
+inline constexpr int64_t kPackedStates = 256;
+
+/// Whether there are many states in bf16, and each sequence has one token, behind which its state
+/// is rounded.
 template <class Args>
 bool is_packed(const Args& args) {
+  if (args.map.num_sequences * args.shape.HV < kPackedStates) return false;
   const bool one_token = !args.lengths && !args.map.cu_seqlens && args.map.num_tokens == 1;
   return one_token && args.target.bf16 && (!args.initial.base || args.initial.bf16);
 }
@@ -336,7 +338,7 @@ bool is_packed(const Args& args) {
 /// Launches a kernel for dense buffers of K = V = kK.
 template <int kK, Access kAccess, class Args>
 Status launch_dense(const Args& args, const Launch& where) {
-  if constexpr (kK == 128)
+  if constexpr (kK == 128 && kAccess == Access::kVectorsKV)
     if (is_packed(args)) return launch<kK, kAccess, true, true>(args, where);
   return launch<kK, kAccess, true>(args, where);
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tiles of bf16 states for a step of one token: a lane has twice as many elements as of fp32, as
 // they lie in memory, and makes numbers of them in each sweep. A warp so has as many bytes on their
-// way as one of fp32. Sums are those of tile.cuh, in the same order.
+// way as one of fp32. Sums are those of tile.cuh, in the same order. (Rows that are columns of keys
+// gain nothing by it.)
 #pragma once
 
 #include "cuda/decode/tile.cuh"
@@ -118,90 +119,6 @@ struct PackedTileKV {
         S[j][r] =
             make_uint4(ptx::pack<__nv_bfloat16>(s[0], s[1]), ptx::pack<__nv_bfloat16>(s[2], s[3]),
                        ptx::pack<__nv_bfloat16>(s[4], s[5]), ptx::pack<__nv_bfloat16>(s[6], s[7]));
-      }
-    }
-  }
-};
-
-/// Tile of a dense buffer whose rows are columns of keys: a lane has 4 channels of every column.
-template <int kK>
-struct PackedTileVK {
-  static_assert(kK == 128);
-  static constexpr int kColumns = 64;
-  static constexpr int kOwned = 2;
-  uint2 S[kOwned][32];
-  const int lane;
-  const int column0;
-
-  __device__ explicit PackedTileVK(int first)
-      : lane(static_cast<int>(threadIdx.x) % 32), column0(first) {}
-  __device__ void clear() {
-#pragma unroll
-    for (auto& half : S)
-#pragma unroll
-      for (uint2& row : half) row = make_uint2(0, 0);
-  }
-
-  __device__ int value(int i) const { return column0 + 32 * i + lane; }
-  __device__ bool writes_output() const { return true; }
-
-  __device__ uint2* vectors(const StateView& states, int64_t slot, int64_t head) const {
-    return reinterpret_cast<uint2*>(static_cast<uint16_t*>(states.base) +
-                                    state_offset(states, slot, head, 4 * lane, column0));
-  }
-  template <bool>
-  __device__ void load(const StateView& states, const Shape&, int64_t slot, int64_t head) {
-    const uint2* from = vectors(states, slot, head);
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i)
-#pragma unroll
-      for (int r = 0; r < 32; ++r) S[i][r] = from[(32 * i + r) * (kK / 4)];
-  }
-  template <bool>
-  __device__ void store(const StateView& states, const Shape&, int64_t slot, int64_t head) {
-    uint2* to = vectors(states, slot, head);
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i)
-#pragma unroll
-      for (int r = 0; r < 32; ++r) to[(32 * i + r) * (kK / 4)] = S[i][r];
-  }
-
-  template <Sweep kSweep>
-  __device__ static void decayed(const uint2& row, const float4& decay, float (&x)[4]) {
-    decayed_pair<kSweep>(row.x, decay.x, decay.y, x);
-    decayed_pair<kSweep>(row.y, decay.z, decay.w, x + 2);
-  }
-  __device__ static float product(const float (&x)[4], const float4& y) {
-    return fmaf(x[3], y.w, fmaf(x[2], y.z, fmaf(x[1], y.y, fmaf(x[0], y.x, 0.0f))));
-  }
-
-  __device__ void step(const Token<kK>& token, float beta, float scale, const float (&v)[kOwned],
-                       float (&o)[kOwned]) {
-    const auto of_lane = [&](const float* row) {
-      return *reinterpret_cast<const float4*>(row + 4 * lane);
-    };
-    const float4 decay = of_lane(token.decay), k = of_lane(token.k), q = of_lane(token.q);
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
-      float read[32], out[32];
-#pragma unroll
-      for (int r = 0; r < 32; ++r) {
-        float s[4];
-        decayed<Sweep::kSums>(S[i][r], decay, s);
-        read[r] = product(s, k), out[r] = product(s, q);
-      }
-      reduce_scatter<32, 16>(read);
-      reduce_scatter<32, 16>(out);
-      const float v_new = beta * (v[i] - read[0]);
-      o[i] = scale * fmaf(token.qk, v_new, out[0]);
-#pragma unroll
-      for (int r = 0; r < 32; ++r) {
-        const float value = __shfl_sync(~0u, v_new, r);
-        float s[4];
-        decayed<Sweep::kUpdate>(S[i][r], decay, s);
-        S[i][r] =
-            make_uint2(ptx::pack<__nv_bfloat16>(fmaf(k.x, value, s[0]), fmaf(k.y, value, s[1])),
-                       ptx::pack<__nv_bfloat16>(fmaf(k.z, value, s[2]), fmaf(k.w, value, s[3])));
       }
     }
   }

@@ -184,10 +184,10 @@ __device__ __forceinline__ void exchange_factors(const P& p) {
 template <class P>
 __device__ __forceinline__ void deliver(P& p) {
   if (p.is_first()) {
-    if constexpr (P::kWarps > 1) p.arrive(p.own.scores_done);
+    if constexpr (P::kWarps > 1) ptx::mbarrier_arrive(p.own.scores_done);
     ptx::cp_async_wait<1>();  // v: of this warp's copies only the raw rows were begun after it
   }
-  p.arrive(p.storage.full_barrier(p.mine()));
+  ptx::mbarrier_arrive(p.storage.full_barrier(p.mine()));
   if constexpr (P::kBlocks > 1)
     exchange_factors(p);
   else if constexpr (P::kWarps > 1)

@@ -127,21 +127,11 @@ struct ProducerContext {
     if constexpr (kWarps == 1)
       __syncwarp();
     else
-      arrive(own.rows_ready);
+      ptx::mbarrier_arrive(own.rows_ready);
   }
   template <int kParity>
   __device__ void sync_end() const {
     if constexpr (kWarps > 1) ptx::mbarrier_wait(own.rows_ready, kParity);
-  }
-  /// At a barrier of this warp: all of its threads arrive, or one for all of them. (On 8.x an
-  /// arrival is a fence and an atomic.)
-  __device__ void arrive(ptx::Mbarrier& barrier) const {
-    if constexpr (kHopper) {
-      ptx::mbarrier_arrive(barrier);
-    } else {
-      __syncwarp();
-      if (lane() == 0) ptx::mbarrier_arrive(barrier);
-    }
   }
   /// Numbers that were computed from the thread's index are computed again, not kept in registers
   /// or spilled.

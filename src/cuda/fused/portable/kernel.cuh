@@ -20,11 +20,10 @@ __device__ void init_portable_storage(Storage& storage) {
   storage.turn_tokens = storage.block_groups * kSubchunk;
   for (int i = 0; i < storage.block_groups; ++i) {
     auto& group = storage.groups[i];
-    // A lane of each warp arrives.
-    ptx::mbarrier_init(group.full, kGroupWarps<Storage::kK>);
-    ptx::mbarrier_init(group.done, 4);
-    ptx::mbarrier_init(group.producer.rows_ready, kGroupWarps<Storage::kK>);
-    ptx::mbarrier_init(group.producer.scores_done, 1);
+    ptx::mbarrier_init(group.full, kGroupThreads);
+    ptx::mbarrier_init(group.done, 4);  // a lane of each consumer warp
+    ptx::mbarrier_init(group.producer.rows_ready, kGroupThreads);
+    ptx::mbarrier_init(group.producer.scores_done, 32);
   }
 }
 
