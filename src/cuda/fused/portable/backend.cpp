@@ -72,7 +72,7 @@ const registry::ForwardRow kForward = {.head = {.name = "cuda.sm80.fused",
                                                 .plan = plan_forward,
                                                 .decline = decline,
                                                 .decline_options = decline_options,
-                                                .only_by_name = true,  // until it is measured
+                                                .only_by_name = true,  // a card of 8.x must run it
                                                 .min_compute_capability = 80,
                                                 .decline_device = decline_device,
                                                 .device_checks = &kDeviceChecks},
