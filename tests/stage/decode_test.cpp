@@ -340,14 +340,19 @@ TEST(Decode, OneTokenOfBf16StatesHasTheBitsOfAPack) {
       pack.inputs.g = rows.inputs.g, pack.inputs.beta = rows.inputs.beta;
       rows.indices = pack.indices = {4, 0, 2};
       const io::Buffer before = rows.pool;
+      Decode apart = rows;  // rows of 8 bytes, not of 16
+      apart.pool = spread_rows(rows.pool, 4, &apart.problem().initial_state->tensor);
+      apart.problem().initial_state->tensor.alignment = 8;
       ASSERT_TRUE(run_decode(&rows, backend).ok());
       ASSERT_TRUE(run_decode(&pack, backend).ok());
+      ASSERT_TRUE(run_decode(&apart, backend).ok());
       const auto equal = [](const io::Buffer& x, const io::Buffer& y) {
         return x.size() == y.size() && std::memcmp(x.data(), y.data(), x.size()) == 0;
       };
       EXPECT_FALSE(equal(rows.pool, before));
       EXPECT_TRUE(equal(rows.pool, pack.pool)) << backend;
       EXPECT_TRUE(equal(rows.outputs.o, pack.outputs.o)) << backend;
+      EXPECT_TRUE(equal(rows.outputs.o, apart.outputs.o)) << backend;
     }
 }
 

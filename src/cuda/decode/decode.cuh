@@ -326,11 +326,18 @@ Status launch(const Args& args, const Launch& where) {
 /// smaller tiles answer sooner.
 inline constexpr int64_t kPackedStates = 256;
 
+/// Whether 16 bytes of every row of a bf16 buffer may be read at a time.
+inline bool has_whole_vectors(const StateView& view) {
+  return reinterpret_cast<uintptr_t>(view.base) % 16 == 0 && view.stride_slot % 8 == 0 &&
+         view.stride_head % 8 == 0;
+}
+
 /// Whether there are many states in bf16, and each sequence has one token, behind which its state
 /// is rounded.
 template <class Args>
 bool is_packed(const Args& args) {
   if (args.map.num_sequences * args.shape.HV < kPackedStates) return false;
+  if (!has_whole_vectors(args.target) || !has_whole_vectors(args.initial)) return false;
   const bool one_token = !args.lengths && !args.map.cu_seqlens && args.map.num_tokens == 1;
   return one_token && args.target.bf16 && (!args.initial.base || args.initial.bf16);
 }

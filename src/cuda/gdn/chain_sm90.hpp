@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The serial part of Gated DeltaNet, chunk by chunk with the state in registers:
-//   Z = v - row_k (k S);  E = Z + (T' - I) Z;  vn = beta E
-//   o = row_q (q S) + A vn + diag vn;  S = exp(G_end) S + k^T (col_k vn)
+//   Z = v - row_k (k S);  E = Z + (T' - I) Z
+//   o = row_q (q S) + A E + diag E;  S = exp(G_end) S + k^T (col_k E)
 // Raw q and k, as tiles, are the operands; all decays and norms are factors of tokens
 // (gdn/factors.hpp).
 #pragma once

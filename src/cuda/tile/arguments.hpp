@@ -28,7 +28,7 @@ struct StateView {
   const uint8_t* mask = nullptr;     ///< null: every sequence has its state
   int32_t bf16 = 0;
   int32_t vk = 0;
-  int32_t vectors = 0;     ///< rows may be read 16 bytes at a time
+  int32_t vectors = 0;     ///< rows may be read four elements at a time
   int32_t first_slot = 0;  ///< an index below it means none
 };
 

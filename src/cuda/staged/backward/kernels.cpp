@@ -101,8 +101,9 @@ BackwardKernels kernels_of(const Plan& plan, const Gradients& gradients) {
         hopper && decline_hopper_grad(plan, gradients).empty() ? Grad::kHopper : Grad::kPortable;
   kernels.grad_gates = kernels.fp16_rows ? GradGates::kRows : grad_gates_of(p, gradients);
   kernels.errors = tokens || has_device_flags(plan);
-  kernels.grad_stores_dv =
-      kernels.grad == Grad::kHopper && gradients.dv && has_whole_rows(gradients.dv, p.q.dtype);
+  // dZ in fp16 has lost digits where a column of V is small beside others: dv has none of it.
+  kernels.grad_stores_dv = kernels.grad == Grad::kHopper && !kernels.fp16_rows && gradients.dv &&
+                           has_whole_rows(gradients.dv, p.q.dtype);
   kernels.parameters = gradients.dA_log || gradients.ddt_bias;
   kernels.may_fall_back =
       kernels.chains == Chains::kWgmmaFp16 && !kernels.fp16_rows &&

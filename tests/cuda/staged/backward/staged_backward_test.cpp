@@ -238,6 +238,44 @@ TEST_F(Fp16Rows, ValuesAndGradientsOfAnySize) {
   }
 }
 
+/// Sums over all tokens of a sub-chunk whose decays nearly vanish, of large errors and gradients.
+TEST_F(Fp16Rows, LargeGradientsBehindStrongGates) {
+  for (const Regime regime : {Regime::kStrong, Regime::kSoftplus}) {
+    const Inputs inputs = check::generate(fp16_shape(130, 1, regime));
+    GradientBuffers buffers =
+        check::make_gradients(inputs, {.d_o_dtype = DType::kFloat16, .out_dtype = DType::kFloat32});
+    const GradientBuffers half = fp16_gradients(inputs);
+    buffers.gradients.dq = half.gradients.dq, buffers.gradients.dk = half.gradients.dk;
+    buffers.gradients.d_initial_state.reset();
+    scale_by(&buffers.d_o, DType::kFloat16, [](int64_t) { return 0x1p10; });
+    Inputs x = inputs;
+    scale_by(&x.v, DType::kFloat16, [](int64_t) { return 0x1p-4; });
+    expect_fp16_within(x, buffers, false, check::regime_name(regime));
+  }
+}
+
+/// A column of dv is linear in its column of d_o, and nothing else of d_o is in it.
+TEST_F(Fp16Rows, SmallColumnsOfDvKeepTheirDigits) {
+  const Inputs inputs = check::generate(fp16_shape(100, 1, Regime::kTrained));
+  GradientBuffers large = fp16_gradients(inputs);
+  scale_by(&large.d_final_state, DType::kFloat32, [](int64_t) { return 0; });
+  GradientBuffers small = large;
+  constexpr double kSmall = 0x1p-8;
+  const auto is_small = [](int64_t i) { return i / 16 % 2 == 1; };
+  scale_by(&small.d_o, DType::kFloat16, [&](int64_t i) { return is_small(i) ? kSmall : 1; });
+  test::run_backward(inputs, &large);
+  test::run_backward(inputs, &small);
+  double off = 0, size = 0;
+  for (int64_t i = 0; i < 100 * 128; ++i) {
+    if (!is_small(i)) continue;
+    const double expected = load_double(large.dv.data(), DType::kFloat16, i) * kSmall;
+    off += std::pow(load_double(small.dv.data(), DType::kFloat16, i) - expected, 2);
+    size += expected * expected;
+  }
+  EXPECT_GT(size, 0);
+  EXPECT_LT(std::sqrt(off / size), 1.5e-3);
+}
+
 TEST_F(Fp16Rows, ZerosBehindALoss) {
   const Inputs inputs = check::generate(fp16_shape(150, 1, Regime::kTrained));
   GradientBuffers buffers = fp16_gradients(inputs);

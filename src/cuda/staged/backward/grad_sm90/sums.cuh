@@ -122,13 +122,20 @@ __device__ __forceinline__ float2 boundary_of_columns(const C& c, const Decays& 
   for (int r = kSubchunks - 1; r >= 0; --r) {
     float sum[2] = {};
     const auto& column = columns.template again<kSeveral>(c, d, r);
+    // Nothing makes fp16 rows again: their products stay in range, decays first.
+    if constexpr (C::kWide) after[0] *= d.total[r][0], after[1] *= d.total[r][1];
     for_each([&](int n, int i) {
-      sum[i / 2] = fmaf(element(column, n, i), acc[2 * r + n][i], sum[i / 2]);
+      const float x = C::kWide ? acc[2 * r + n][i] * after[i / 2] : acc[2 * r + n][i];
+      sum[i / 2] = fmaf(element(column, n, i), x, sum[i / 2]);
     });
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      after[half] *= d.total[r][half];
-      share[half] = fmaf(after[half], sum[half], share[half]);
+      if constexpr (C::kWide) {
+        share[half] += sum[half];
+      } else {
+        after[half] *= d.total[r][half];
+        share[half] = fmaf(after[half], sum[half], share[half]);
+      }
       if (kSeveral && anchor_of(d.total[r][half]) != 0) after[half] = 0;
     }
   }
