@@ -801,10 +801,12 @@ def table_gpu_engine_layers():
     layers = dict(kda="KDA", gdn="Gated DeltaNet")
     serves = runpy.run_path(ROOT / "python" / "libkda" / "_plugins" / "measured.py")["serves"]
     by_default = lambda r: serves(r["engine"], r["kind"], r["step"], r["tokens"], r["value_heads"])
-    names = dict(vllm="vLLM", sglang="SGLang")
+    names, steps = dict(vllm="vLLM", sglang="SGLang"), ["prefill", "decode", "verify"]
+    order = lambda r: (list(layers).index(r["kind"]), list(names).index(r["engine"]), steps.index(r["step"]),
+                       r["value_heads"], r["tokens"])
     rows = [[f'{names[r["engine"]]}, {layers[r["kind"]]}', r["step"], r["case"], f'{r["heads"]} / {r["value_heads"]}',
              *engine_layer_cells(r, "eager"), *engine_layer_cells(r, "graph"),
-             "libkda" if by_default(r) else "the engine's own"] for r in report["rows"]]
+             "libkda" if by_default(r) else "the engine's own"] for r in sorted(report["rows"], key=order)]
     versions = ", ".join(f"{names[name]} {version}" for name, version in report["engines"].items())
     head = f'{gpu_of(report)}; torch {report["torch"]}, triton {report["triton"]}; {versions}\n\n'
     header = ["layer", "step", "tokens or sequences", "q/k / value heads", "own", "libkda", "own / libkda",

@@ -9,8 +9,8 @@ last one, and why.
 States are read and written in SGLang's pool. Slot 0 is that of padded rows: it and negative ones are none, their
 outputs are 0 and nothing else is touched.
 
-On a GPU tokens and drafts are libkda's where they are not known to be slower than SGLang's own (_plugins/measured.py).
-LIBKDA_SGLANG_DECODE=0 leaves all of them to SGLang, 1 takes all. Prompts of Gated DeltaNet stay with SGLang's kernels;
+On a GPU tokens and drafts stay with SGLang's kernels where those are faster (_plugins/measured.py), unless
+LIBKDA_SGLANG_DECODE=1 asks for libkda's; 0 leaves all of them. Prompts of Gated DeltaNet stay with SGLang's kernels;
 LIBKDA_SGLANG_GDN_PREFILL=1 asks for libkda's where FlashInfer's would be taken, and no states are to be kept on the
 way.
 """

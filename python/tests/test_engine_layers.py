@@ -255,6 +255,24 @@ def test_rows_of_the_result(bench):
         assert set(row["eager_us"]) == {"own", "libkda"} and row["graph_us"] == {} and "own" in row["no_graph"]
 
 
+def test_defaults_are_those_of_the_result():
+    """What libkda serves by default is faster by it in a graph, and of tokens and drafts that it leaves there is one as
+    large or larger that is not."""
+    rows = json.loads((ROOT / "bench" / "results" / "gpu_engine_layers.json").read_text())["rows"]
+    of = lambda row: (row["engine"], row["kind"], row["step"])
+    size = lambda row: row["tokens"] * row["value_heads"]
+    slower = {}
+    for row in rows:
+        if row["graph_us"]["libkda"] >= row["graph_us"]["own"]:
+            slower[of(row)] = max(size(row), slower.get(of(row), 0))
+    assert {("vllm", "kda", "decode"), ("sglang", "kda", "decode")} <= set(slower)
+    for row in rows:
+        if libkda._plugins.measured.serves(*of(row), row["tokens"], row["value_heads"]):
+            assert size(row) > slower.get(of(row), 0), row
+        elif row["step"] != "prefill":  # prompts have kernels beside which no result is
+            assert size(row) <= slower.get(of(row), 0), row
+
+
 def test_the_result_and_its_table(bench, monkeypatch, a_card):
     """The result names its families and engines; the table leaves out times of graphs that are not there, and says
     who serves a step by default. Without a result it says so."""

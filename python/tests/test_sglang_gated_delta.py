@@ -49,6 +49,7 @@ GIVEN = {
 def engine():
     with engine_sources.Engine("sglang", GIVEN), pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIBKDA_SGLANG_GDN_PREFILL", "1")
+        patch.setenv("LIBKDA_SGLANG_DECODE", "1")
         flashinfer = importlib.import_module(f"{LINEAR}.kernels.gdn_flashinfer")
         libkda.sglang.enable()
         backend = importlib.import_module(f"{LINEAR}.gdn_backend")

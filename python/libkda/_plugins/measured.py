@@ -5,12 +5,16 @@ the plugins serve these where nobody says otherwise. It imports nothing: the tab
 NEVER = float("inf")
 
 # {(engine, layer, step): least tokens x value heads from which libkda is faster than the engine's own, in CUDA graphs
-# on an H200}. A step that is not here has not been compared, and is served.
+# on an H200}. A step that is not here is served: it was faster at every size, or has not been compared.
 LEAST = {
     ("vllm", "kda", "decode"): 2048,
     ("vllm", "kda", "verify"): NEVER,
     ("vllm", "gdn", "decode"): NEVER,
     ("vllm", "gdn", "verify"): NEVER,
+    ("sglang", "kda", "decode"): 512,
+    ("sglang", "kda", "verify"): 8192,
+    ("sglang", "gdn", "decode"): NEVER,
+    ("sglang", "gdn", "verify"): NEVER,
     # FlashInfer's prefill, which the engines take on Hopper by default, has not been compared.
     ("vllm", "gdn", "prefill"): NEVER,
     ("sglang", "gdn", "prefill"): NEVER,
