@@ -192,6 +192,8 @@ _taps = WeakTensorKeyDictionary()  # of a layer's three weights, which SGLang ma
 
 def kda_fused_decode(mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g,
                      onorm_weight, ssm_states, cache_indices, scale, onorm_eps, lower_bound=None):
+    if mixed_qkv.is_cuda:
+        _plugin.asks_for_decode()
     if w_q_t not in _taps:
         _taps[w_q_t] = torch.stack([w_q_t, w_k_t, w_v_t])
     heads = ssm_states.shape[-3:-1]

@@ -212,6 +212,7 @@ std::vector<Shapes> all_shapes() {
   }
   shapes.push_back({.K = 128, .V = 128, .heads = 1, .pool = kBf16, .drafts = kBf16});
   shapes.push_back({.K = 256, .V = 64, .heads = 1, .pool = kFp32, .one_gate = true});
+  shapes.push_back({.K = 128, .V = 128, .heads = 3, .rows = kBf16, .one_gate = true});
   shapes.push_back({.shared = 3});
   shapes.push_back({.shared = 3, .map = HeadMap::kTiled});
   shapes.push_back({.K = 128, .V = 128, .shared = 2, .one_gate = true, .map = HeadMap::kTiled});

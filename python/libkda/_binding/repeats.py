@@ -43,7 +43,7 @@ class Memory:
         allocated = _allocate(size + 64) if size + 64 < 1 << 63 else None
         if allocated is None:
             raise MemoryError(f"{name}: {size} bytes cannot be allocated")
-        weakref.finalize(self, _free, allocated)
+        weakref.finalize(self, _free, allocated).atexit = False  # a call may still be at it
         self.start, self.bytes = (allocated + 63) // 64 * 64, size
 
 
@@ -64,7 +64,7 @@ class Plan:
     def __init__(self, kind, words, make, *arguments):
         self._kind, self.handle = kind, PTR()
         check(make(*arguments, ctypes.byref(self.handle)), words)
-        weakref.finalize(self, self._function("destroy"), self.handle)
+        weakref.finalize(self, self._function("destroy"), self.handle).atexit = False
 
     def _function(self, name):
         return getattr(library(), f"kda_{self._kind}_{name}")

@@ -58,19 +58,23 @@ class Plugin:
             raise ValueError(f"part must be one of {', '.join(map(repr, PARTS))}, got {part!r}")
         return self.paths.get(part)
 
+    def asks_for_decode(self) -> bool | None:
+        """Whether LIBKDA_<ENGINE>_DECODE is on; None where it is not set. Refuses where it is off."""
+        asked = switch(f"LIBKDA_{self.host.upper()}_DECODE", None)
+        if asked is False:
+            raise NotImplementedError(f"LIBKDA_{self.host.upper()}_DECODE is off")
+        return asked
+
     def leave_slower(self, kind: str, step: str, rows: torch.Tensor) -> None:
         """Refuses a "decode" or "verify" of a "kda" or "gdn" layer on a GPU where the engine's own kernels are faster;
         LIBKDA_<ENGINE>_DECODE in the environment, on or off, decides for all sizes. rows: v [B, T, HV, V]."""
         if not rows.is_cuda:
             return
-        variable, tokens, heads = f"LIBKDA_{self.host.upper()}_DECODE", rows.shape[0] * rows.shape[1], rows.shape[2]
-        asked = switch(variable, None)
-        if asked is False:
-            raise NotImplementedError(f"{variable} is off")
-        if asked or measured.serves(self.host, kind, step, tokens, heads):
+        tokens, heads = rows.shape[0] * rows.shape[1], rows.shape[2]
+        if self.asks_for_decode() or measured.serves(self.host, kind, step, tokens, heads):
             return
         raise NotImplementedError(f"on a GPU its {step} of {tokens} x {heads} tokens and value heads is faster; "
-                                  f"{variable}=1 asks for libkda's")
+                                  f"LIBKDA_{self.host.upper()}_DECODE=1 asks for libkda's")
 
     def leaves_gradients(self, tensors: Iterable[object], rows: tuple[object, ...] = (),
                          modes: dict[str, object] | None = None) -> str | None:

@@ -4,8 +4,9 @@
 Registers with FLA's own backend registry (fla.backends since 0.6, fla.ops.backends before), in front of its
 others: KDA, and with FLA 0.6 Gated DeltaNet. Calls that libkda does not serve (gradients on a GPU of other rows than
 bf16 with K up to 128 or a layer's in fp16 on Hopper, unless enable(train_on_gpu=True) asks for them; heads of more
-than 256 channels) go on to FLA; last_path() says who served the last one and why. On a GPU a decode step of FLA's KimiDeltaAttention is one kernel
-behind its projections; the states of its cache are updated in place. FLA_LIBKDA=0 or disable() switch it off.
+than 256 channels) go on to FLA; last_path() says who served the last one and why. On a GPU a decode step of FLA's
+KimiDeltaAttention is one kernel behind its projections; the states of its cache are updated in place. FLA_LIBKDA=0 or
+disable() switch it off.
 FLA_INTRACARD_CP=0 has no sequence cut over a card, as in FLA.
 """
 from __future__ import annotations
@@ -38,9 +39,9 @@ _plugin = Plugin("fla", "FLA_LIBKDA")
 
 def enable(*, train_on_gpu: bool = False) -> None:
     """Serve FLA's calls (the state after import). train_on_gpu: also calls on a GPU whose gradients are asked for and
-    whose q, k, v are not bf16 with K up to 128, K and V multiples of 8, or a layer's in fp16 on Hopper. libkda's backward of those is exact for every
-    gate, but slow (docs/design/backward_fp32.md). Where fla.layers is imported after libkda.fla, call it again: it puts
-    the decode step into them."""
+    whose q, k, v are not bf16 with K up to 128, K and V multiples of 8, or a layer's in fp16 on Hopper. libkda's
+    backward of those is exact for every gate, but slow (docs/design/backward_fp32.md). Where fla.layers is imported
+    after libkda.fla, call it again: it puts the decode step into them."""
     _plugin.enabled, _plugin.train_on_gpu = True, train_on_gpu
     if register is not None:
         step.serve(_plugin)

@@ -201,6 +201,7 @@ def is_fused_kda_decode_supported(num_heads, head_dim, conv_width, num_spec, inp
         raise NotImplementedError("a step of another shape or type")
     if not torch.cuda.is_available():
         raise NotImplementedError("no GPU")
+    _plugin.asks_for_decode()
     if refusal := cuda_refusal(torch.cuda.current_device()):
         raise NotImplementedError(refusal)
     return True
