@@ -232,10 +232,13 @@ void expect_same_bits_for_every_cut(const std::string& backend, StateLayout layo
 }
 
 TEST(Tail, CutsOfASequenceHaveTheSameBits) {
-  for (const std::string& backend : backends_with_tails())
+  const Sizes one_gate{20, 16, DType::kBFloat16, check::Regime::kSoftplus, true};
+  for (const std::string& backend : backends_with_tails()) {
     for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
       for (const DType states : {DType::kFloat32, DType::kBFloat16})
         expect_same_bits_for_every_cut(backend, layout, states, {});
+    expect_same_bits_for_every_cut(backend, StateLayout::kKV, DType::kFloat32, one_gate);
+  }
 }
 
 TEST(Tail, FastKernelsHaveTheSameBitsForEveryCut) {

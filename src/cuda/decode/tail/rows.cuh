@@ -284,8 +284,9 @@ struct Rows {
   }
   __device__ float head_gate(int i, int part) const {
     const int t = i - sure();
-    return read_element(a.g, t < 0 ? tail_at(a.tail_g, unit.head, i) : token_at(a.g, unit.head, t),
-                        decay(i) + part * kPart);
+    const float* word = decay(i) + part * kPart;
+    return t < 0 ? read_element(a.tail_g, tail_at(a.tail_g, unit.head, i), word)
+                 : read_element(a.g, token_at(a.g, unit.head, t), word);
   }
 
   /// Looks at the type once.
