@@ -63,8 +63,8 @@ enum class IntraForm : int32_t {
 
 /// Data that a forward keeps for its backward (include/kda/backward.hpp), in Plan::saved.
 enum class KeepPolicy : int32_t {
-  /// But the inputs. States are made twice: on a CPU those of sequences of more than 4,096 tokens, on
-  /// a GPU all of the tensor cores' backward, and of the fp32 one what is longer than a window.
+  /// But the inputs. States are made twice: on a CPU those of sequences of more than 4,096 tokens,
+  /// on a GPU all of the tensor cores' backward, and of the fp32 one what is longer than a window.
   kNothing = 0,
   kStates = 1,  ///< the fp32 state after every kept_state_every tokens of a sequence; CPU alone
   /// States before chunks of 64 tokens and errors, in bf16; the backward has one pass less. GPUs of

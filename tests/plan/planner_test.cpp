@@ -172,8 +172,9 @@ TEST(Planner, TheBackwardOfFp16RowsSaysWhatItDeclines) {
   const BackwardPlan served = backward_of(good, wanted);
   EXPECT_EQ(served.plan.implementation, "cuda.sm90.staged");
   const std::string text = served.to_text(true);
-  for (const char* part : {"chunk_grad_sm90, fp16", "chunk_intra_fp16: factors in fp16", "dv of a chunk",
-                           "segments declined: they begin from states of bf16 factors"})
+  for (const char* part :
+       {"chunk_grad_sm90, fp16", "chunk_intra_fp16: factors in fp16", "behind chunks, dv",
+        "segments declined: they begin from states of bf16 factors"})
     EXPECT_NE(text.find(part), std::string::npos) << part << text;
   EXPECT_EQ(text.find("fallback"), std::string::npos) << text;
 

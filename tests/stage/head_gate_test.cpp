@@ -719,7 +719,8 @@ TEST(HeadGate, TensorCoresServe) {
     EXPECT_EQ(reason_of(kFused, p), "");
     p.g = head_gates(DType::kBFloat16, p.batch, p.num_tokens, p.num_value_heads);
     p.g.alignment = 2;
-    EXPECT_EQ(reason_of(kStaged, p), "");
+    EXPECT_EQ(reason_of("cuda.sm90.gdn", p), "");
+    EXPECT_EQ(reason_of(kStaged, p), "a better one serves");
   }
 }
 
