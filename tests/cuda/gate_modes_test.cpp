@@ -78,7 +78,13 @@ TEST(GateModes, ThatAreUnknownAreRefusedByEveryFamily) {
       {"recompute_w_u",
        [] { return launch_recompute_w_u(chunked<HeadGates<ChunkIntraArgs>>(), false, {}); }},
       {"chunk_intra_fp16",
-       [] { return sm90::launch_chunk_intra_fp16(chunked<HeadGates<ChunkIntraArgs>>(), {}); }},
+       [] {
+         return sm90::launch_chunk_intra_fp16(chunked<HeadGates<ChunkIntraArgs>>(), false, {});
+       }},
+      {"chunk_intra_fp16, rows in fp16",
+       [] {
+         return sm90::launch_chunk_intra_fp16(chunked<HeadGates<ChunkIntraArgs>>(), true, {});
+       }},
       {"chunk_grad", [] { return launch_chunk_grad(chunked<HeadGates<ChunkGradArgs>>(), {}); }},
       {"backward_gradients",
        [] { return launch_finish_gradients(of_backward<HeadGates<BackwardArgs>>(), {}); }},
