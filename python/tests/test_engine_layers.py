@@ -36,7 +36,7 @@ def steps_of(*arguments):
 def test_steps_of_layers(engine, device, pool):
     """Outputs and states by the engine's own kernels and by libkda's, from equal memory, with padded rows."""
     if device == "cpu" and pool:
-        pytest.skip("the interpreter takes its time: one type is enough")
+        pytest.skip("Triton's interpreter is slow: a CPU tries pools in fp32, a GPU both types")
     sizes = ["--heads", "8", "--dim", "128", "--lengths", "300", "70", "3"]
     if device == "cpu":
         sizes = ["--heads", "1", "--dim", "16", "--lengths", "20", "3"]
@@ -123,7 +123,7 @@ def test_what_is_fetched(monkeypatch, tmp_path):
 @pytest.fixture
 def bench(monkeypatch):
     if not (ROOT / "bench").exists():
-        pytest.skip("a benchmark is not in the source distribution")
+        pytest.skip("bench/ is not in the source distribution, whose tests these are too")
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import engine_layers
     return engine_layers
@@ -219,7 +219,7 @@ def test_turns_of_two(bench, monkeypatch):
 
 def test_a_step_that_no_graph_can_have(bench):
     if torch.cuda.is_available():
-        pytest.skip("graphs of steps are in test_steps_of_layers")
+        pytest.skip("a GPU captures this step: test_steps_of_layers compares its graphs")
     graphs, refusals = bench.graphs_of(None, dict(own=contextlib.nullcontext))
     assert graphs == {} and "CUDA" in refusals["own"]
 

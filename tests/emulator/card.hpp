@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the emulated GPU is.
+// The emulated GPU has a compute capability, and the shared memory of cards of that capability.
 #pragma once
 
 namespace emulator {
