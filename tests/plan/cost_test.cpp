@@ -34,6 +34,8 @@ TEST(PortableCost, CountsStepsByTheMemoryOfABlock) {
   EXPECT_NEAR(predicted("8192", 1, 80, 128), predicted("8192", 16, 80, 128), 1e-6);
   EXPECT_NEAR(predicted("8x1024", 108, 80, 64), 8 * 66 * 0.95 / 1.41 + 9, 1);
   EXPECT_GT(predicted("8192", 64, 86, 128), 1.1 * predicted("8192", 64, 80, 128));
+  // 8.7 has the memory of 8.0, at its own clock.
+  EXPECT_NEAR(predicted("8192", 64, 87, 128), 128.0 / 108 * 514 * 1.78 / 1.3 + 9, 1);
   for (const int32_t capability : {80, 86, 87, 89, 90, 100, 103, 120})
     EXPECT_GT(predicted("8192", 64, capability, 128), predicted("8192", 64, capability, 64));
   EXPECT_EQ(predicted("0", 64, 80, 128), 0);

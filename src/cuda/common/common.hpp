@@ -18,6 +18,14 @@ const char* unavailable() noexcept;
 /// one that has them.
 bool has_hopper_kernels(const DeviceFacts& device);
 
+/// Shared memory that a block may have on cards of a compute capability: CUDA C++ Programming
+/// Guide, technical specifications. A capability that is not known there has the least.
+constexpr int64_t block_shared_bytes(int32_t capability) {
+  const bool largest = capability / 10 == 9 || capability / 10 == 10;
+  const bool large = capability == 80 || capability == 87;
+  return int64_t{largest ? 227 : large ? 163 : 99} * 1024;
+}
+
 /// Empty if `desc` is aligned to `needed` bytes.
 std::string decline_alignment(const char* name, const TensorDesc& desc, int64_t needed);
 

@@ -59,17 +59,10 @@ void plan_decode(plan::PlanBuilder& builder) {
   book_maps(builder);
 }
 
-/// Shared memory that a block may have.
-int64_t most_shared_bytes(const DeviceFacts& device) {
-  const int32_t capability = device.compute_capability;
-  const bool largest = capability / 10 == 9 || capability / 10 == 10;
-  return int64_t{largest ? 227 : capability == 80 ? 163 : 99} * 1024;
-}
-
 std::string decline_tail(const registry::Request& request) {
   const Problem& p = request.problem;
   const int64_t tokens = tail_tokens(p, request.cu_seqlens);
-  const int64_t most = most_shared_bytes(request.device);
+  const int64_t most = block_shared_bytes(request.device.compute_capability);
   const int64_t bytes = tail::shared_bytes(p.tail->rows, tokens, p.key_dim, p.value_dim);
   if (bytes <= most) return {};
   const bool unknown = p.cu_seqlens && request.cu_seqlens.empty();

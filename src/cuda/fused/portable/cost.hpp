@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "cuda/common/common.hpp"
 #include "cuda/common/cost_model.hpp"
 #include "cuda/fused/fused_prefill.hpp"
 #include "cuda/staged/cost.hpp"
@@ -23,21 +24,16 @@ inline int64_t blocks_of(const Problem& p, const DeviceFacts& device) {
   return std::min<int64_t>(chains_of(p), std::max(device.num_sms, 1));
 }
 
-/// How much shared memory a block may have decides how many producer groups it has.
-struct Card {
-  bool large;        ///< 163 KB or more, else 99 KB
-  double gigahertz;  ///< under load
-};
-inline Card card_of(int32_t compute_capability) {
+/// The clock of a card under load.
+inline double gigahertz_of(int32_t compute_capability) {
   switch (compute_capability) {
-    case 80: return {.large = true, .gigahertz = 1.41};
-    case 86: return {.large = false, .gigahertz = 1.7};
-    case 87: return {.large = true, .gigahertz = 1.3};
-    case 89: return {.large = false, .gigahertz = 2.4};
-    case 90: return {.large = true, .gigahertz = 1.75};
+    case 80: return 1.41;
+    case 86: return 1.7;
+    case 87: return 1.3;
+    case 90: return 1.75;
     case 100:
-    case 103: return {.large = true, .gigahertz = 1.85};
-    default: return {.large = false, .gigahertz = 2.4};
+    case 103: return 1.85;
+    default: return 2.4;
   }
 }
 
@@ -47,6 +43,7 @@ struct Costs {
   double fixed_us;      ///< launch, first loads, last stores
   double bandwidth;     ///< of the card's, that the kernel reaches
 };
+/// large: a block has room for four producer groups, at K = 64 for eight; else for half of them.
 inline Costs costs_of(int64_t key_dim, bool large) {
   const double step = key_dim <= 64 ? (large ? 950 : 1355) : (large ? 1780 : 2440);
   return {.step_cycles = step, .chain_cycles = 2 * step, .fixed_us = 9, .bandwidth = 0.88};
@@ -54,9 +51,9 @@ inline Costs costs_of(int64_t key_dim, bool large) {
 
 /// Every block has its share of all tokens and chains, none less than the longest chain.
 inline double forward_us(const CostInput& in, int32_t compute_capability) {
-  const Card card = card_of(compute_capability);
-  const Costs c = costs_of(in.key_dim, card.large);
-  const double cycle_us = 1e-3 / card.gigahertz;
+  const bool large = block_shared_bytes(compute_capability) >= int64_t{163} * 1024;
+  const Costs c = costs_of(in.key_dim, large);
+  const double cycle_us = 1e-3 / gigahertz_of(compute_capability);
   const auto chains_us = [&](double tokens, double chains) {
     return (tokens / sm90::kSubchunk * c.step_cycles + chains * c.chain_cycles) * cycle_us;
   };
