@@ -22,8 +22,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kda, serving
+from ._binding.rules import ENGINE_SLOTS, FIRST_SLOT
 from ._plugins.places import Places
-from ._plugins.plugin import ENGINE_SLOTS, FIRST_SLOT, Plugin
+from ._plugins.plugin import Plugin
 from ._plugins.switches import switch
 
 _CHUNK = 64  # what track_chunk_idx counts

@@ -22,6 +22,8 @@ MOST_FP32 = 3.4028234663852886e38
 MOST_A_LOG = 88.72283  # of the numbers whose exp is finite in fp32
 MOST_CHANNELS = 256  # of q and k (K) and of v (V)
 LAST_SLOT = 2**31 - 1
+FIRST_SLOT = 1  # in an engine's pools: slot 0 is the one of padded rows, which no sequence gets
+ENGINE_SLOTS = {"first_slot": FIRST_SLOT}
 TAIL_BOUNDARY, MOST_TAIL_ROWS = 16, 256  # tokens that a fold takes, which a tail has at least; rows of a tail
 
 

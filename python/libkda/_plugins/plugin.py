@@ -10,9 +10,6 @@ from .._binding.kernels import has_tensor_cores, trains_fp16
 from . import measured
 from .switches import switch
 
-FIRST_SLOT = 1  # slot 0 of engines is the one of padded rows, which no sequence gets
-ENGINE_SLOTS = {"first_slot": FIRST_SLOT}
-
 PARTS = ("kda", "conv", "norm", "rms_norm", "step", "states", "records", "commit")
 
 

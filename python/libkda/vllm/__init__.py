@@ -24,9 +24,10 @@ import types
 import torch
 
 from .. import kda, layer, serving
-from .._plugins.places import Places
 from .._binding.library import cuda_refusal
-from .._plugins.plugin import ENGINE_SLOTS, FIRST_SLOT, Plugin
+from .._binding.rules import ENGINE_SLOTS, FIRST_SLOT
+from .._plugins.places import Places
+from .._plugins.plugin import Plugin
 from .._plugins.switches import switch
 from ..compat import flash_kda
 
