@@ -152,6 +152,19 @@ def gdn_extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start
     return o, None, None
 
 
+_counted: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def _numbers(count, device):
+    """0 to count - 1, made once: in a CUDA graph each small kernel takes more than a microsecond."""
+    if (count, device) in _counted:
+        return _counted[count, device]
+    made = torch.arange(count, dtype=torch.int32, device=device)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # there nothing has been written yet
+        _counted[count, device] = made
+    return made
+
+
 def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc,
                   intermediate_states_buffer, intermediate_state_indices, cache_steps, retrieve_parent_token,
                   lower_bound=None, fused_accept_state_indices=None, fused_accept_num_accepted=None,
@@ -167,15 +180,14 @@ def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indi
     slots, accepted = fused_accept_state_indices, fused_accept_num_accepted
     tree = retrieve_parent_token is not None and cache_steps > 1
     if slots is None:
-        committed, rows = cache_indices[:N], intermediate_state_indices[:N]
-        has_slot = committed >= FIRST_SLOT
-        slots = torch.arange(cache_steps, dtype=torch.int32, device=rows.device) + (rows * steps)[:, None]
-        slots = torch.where(has_slot[:, None], slots, -1)
+        slots = _numbers(cache_steps, scratch.device).add(intermediate_state_indices[:N, None], alpha=steps)
         if cache_steps == 1:
             slots = torch.nn.functional.pad(slots, (0, 1), value=-1)  # of a second draft that is not there
+        # Not first_slot: it would be one of the drafts' slots too, of which row 0 has number 0.
+        committed = torch.threshold(cache_indices[:N], FIRST_SLOT - 1, -1)
         return serving.verify(
-            q, k, v, gates(a, ssm_states), _betas(b), ssm_states, torch.where(has_slot, committed, -1),
-            cu_seqlens=query_start_loc, drafts=scratch.flatten(0, 1), draft_slots=slots,
+            q, k, v, gates(a, ssm_states), _betas(b), ssm_states, committed, cu_seqlens=query_start_loc,
+            drafts=scratch.flatten(0, 1), draft_slots=slots,
             parents=retrieve_parent_token[:N] if tree else None, **_parameters(A_log, dt_bias, lower_bound), **_RAW)
     if tree:
         raise NotImplementedError("drafts that are a tree, beside accepted lengths")
