@@ -202,10 +202,10 @@ TEST(CApi, OptionsSayWhatACardHas) {
     kda_plan_destroy(plan);
     return text;
   };
-  EXPECT_NE(text_of(80, 0, 0).find("\"gigahertz\":1.4"), std::string::npos) << text_of(80, 0, 0);
+  EXPECT_NE(text_of(80, 0, 0).find("\"gigahertz\": 1.4"), std::string::npos) << text_of(80, 0, 0);
   const std::string given = text_of(80, 1.5e12, 1.25);
-  EXPECT_NE(given.find("\"memory_bytes_per_second\":1500000000000"), std::string::npos) << given;
-  EXPECT_NE(given.find("\"gigahertz\":1.25"), std::string::npos) << given;
+  EXPECT_NE(given.find("\"memory_bytes_per_second\": 1500000000000"), std::string::npos) << given;
+  EXPECT_NE(given.find("\"gigahertz\": 1.25"), std::string::npos) << given;
   EXPECT_EQ(text_of(80, -1, 0),
             "device: memory_bytes_per_second = -1 is neither 0 nor in 1e6..1e18");
   EXPECT_EQ(text_of(80, 0, -1), "device: gigahertz = -1 is neither 0 nor in 0.001..1000");
