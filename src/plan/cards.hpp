@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan assumes of a GPU that it only knows by compute capability and multiprocessors, and
-// what a driver says instead.
+// Assumptions about a GPU that a plan knows by compute capability and multiprocessors alone, and a
+// driver's words in their place.
 #pragma once
 
 #include "kda/plan.hpp"

@@ -235,7 +235,7 @@ Status check_options(const Problem& problem, const DeviceFacts& device,
                      const PlanOptions& options) {
   if (device.num_sms < 1 || device.num_sms > 65535)
     return invalid("device: num_sms = ", device.num_sms, " is outside 1..65535");
-  // What predicted times are divided by.
+  // Predicted times are divided by rates.
   const auto is_rate = [](double x, double least, double most) {
     return x == 0 || (x >= least && x <= most);
   };

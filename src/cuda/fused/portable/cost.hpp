@@ -36,7 +36,7 @@ inline Kind kind_of(const Problem& p) {
   return has_fp16_operands(p) ? Kind::kFp16Operands : Kind::kBf16Operands;
 }
 
-/// What one size of the kernel takes in one form. `large`: a block has room for four producer
+/// Costs of one size of the kernel in one form. `large`: a block has room for four producer
 /// groups, at K = V = 64 for seven; else for half of them.
 struct Costs {
   int64_t key_dim;
@@ -93,7 +93,8 @@ inline constexpr Costs kRows[] = {{.key_dim = 64,
                                    .products = 69,
                                    .bf16_products = 85}};
 
-/// Of the copy rate: no measured time was bound by memory. As the staged backend's chains.
+/// The share of the copy rate that it is taken to reach, as the staged backend's chains do. Memory
+/// bound no time that was measured.
 inline constexpr double kBandwidth = 0.93;
 /// Steps take so much more than their products alone, where these decide.
 inline constexpr double kProductsMargin = 1.15;
