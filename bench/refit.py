@@ -10,18 +10,18 @@
 
 The file of `./dev gpu-test --report` has such rows too, and serves in the place of rows.json.
 
-The first form is for Hopper. It fits few_ns, full_ns, chain_us, fixed_us and handoff_us of src/cuda/fused/cost.hpp to the
-rows of cuda.sm90.fused that are not cut, and prints them as that file has them, with what each row takes and would be
-predicted. A constant on which no row depends stays as it is. Rows should be of few heads and of many, short and long.
+The first form is for Hopper. It fits few_ns, full_ns, chain_us, fixed_us and handoff_us of src/cuda/fused/cost.hpp to
+the rows of cuda.sm90.fused that are not cut, and prints them as that file has them, with what each row takes and would
+be predicted. A constant on which no row depends stays as it is. Rows should be of few heads and of many, short and long.
 Those of merge and correction (OnePassCosts) are not fitted. Once they stand in cost.hpp,
 
     kda plan --heads 8 --seq-lens 65536 --sms 78 --explain
 
 shows how a sequence is cut on such a card, and why.
 
-The second form is for other cards. It fits step_cycles, chain_cycles and fixed_us of src/cuda/fused/portable/cost.hpp at the
-clock that the planner has for the card, then the factors of the other kinds of gates and types. Send card.json, which has
-the rows and the constants, or let the row stand in kRows and the capability in is_measured().
+The second form is for other cards. It fits step_cycles, chain_cycles and fixed_us of src/cuda/fused/portable/cost.hpp at
+the clock that the planner has for the card, then the factors of the other kinds of gates and types. Send card.json,
+which has the rows and the constants, or let the row stand in kRows and the capability in is_measured().
 """
 import argparse
 import json
@@ -73,8 +73,8 @@ def case_of(text):
 
 
 def kind_of(text):
-    """The field of Costs that a row's steps are multiplied by, "" for none: kind_of() of portable/cost.hpp. None: a regime
-    whose sub-chunks take different times."""
+    """The field of Costs that a row's steps are multiplied by, "" for none: kind_of() of portable/cost.hpp. None: a
+    regime whose sub-chunks take different times."""
     flags = flags_of(text)
     if flags.dtype != "bf16":
         return "fp16_rows" if flags.regime == "trained" else None
@@ -231,7 +231,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="+", type=pathlib.Path,
                         help="JSON of `kda bench forward`, `./dev gpu-bench fused` or `./dev gpu-test --report`")
-    parser.add_argument("--sms", type=int, help="multiprocessors of the card that the rows are of (default: as they say)")
+    parser.add_argument("--sms", type=int,
+                        help="multiprocessors of the card that the rows are of (default: as they say)")
     parser.add_argument("--dim", type=int, choices=(64, 128), default=128, help="K = V (%(default)s)")
     parser.add_argument("--backend", choices=(Hopper.implementation, Portable.implementation),
                         default=Hopper.implementation, help="whose constants (%(default)s)")

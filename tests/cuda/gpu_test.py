@@ -36,7 +36,8 @@ REPORTED = {what: lambda kda, what=what: gpu_bench.run_bench(kda, what, gpu_benc
 # Rows for bench/refit.py, which needs sequences that are not cut.
 REPORTED[refit.UNCUT] = lambda kda: gpu_bench.run_set(kda, "forward", "sizes", ["--context-parallel", "off"])
 # The same for cards that are no Hopper, which has a kernel of its own.
-PORTABLE = {refit.PORTABLE_ROWS: lambda kda: gpu_bench.run_set(kda, "forward", "refit", ["--backend", "cuda.sm80.fused"])}
+PORTABLE = {refit.PORTABLE_ROWS: lambda kda: gpu_bench.run_set(kda, "forward", "refit",
+                                                               ["--backend", "cuda.sm80.fused"])}
 
 
 def what_it_reports(done):
