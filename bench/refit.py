@@ -12,15 +12,15 @@ The file of `./dev gpu-test --report` has such rows too, and serves in the place
 
 The first form is for Hopper. It fits few_ns, full_ns, chain_us, fixed_us and handoff_us of src/cuda/fused/cost.hpp to
 the rows of cuda.sm90.fused that are not cut, and prints them as that file has them, with what each row takes and would
-be predicted. A constant on which no row depends stays as it is. Rows should be of few heads and of many, short and long.
-Those of merge and correction (OnePassCosts) are not fitted. Once they stand in cost.hpp,
+be predicted. A constant on which no row depends stays as it is. Rows should be of few heads and of many, short and
+long. Those of merge and correction (OnePassCosts) are not fitted. Once they stand in cost.hpp,
 
     kda plan --heads 8 --seq-lens 65536 --sms 78 --explain
 
 shows how a sequence is cut on such a card, and why.
 
-The second form is for other cards. It fits step_cycles, chain_cycles and fixed_us of src/cuda/fused/portable/cost.hpp at
-the clock that the planner has for the card, then the factors of the other kinds of gates and types. Send card.json,
+The second form is for other cards. It fits step_cycles, chain_cycles and fixed_us of src/cuda/fused/portable/cost.hpp
+at the clock that the planner has for the card, then the factors of the other kinds of gates and types. Send card.json,
 which has the rows and the constants, or let the row stand in kRows and the capability in is_measured().
 """
 import argparse
