@@ -216,6 +216,10 @@ typedef struct kda_plan_options {
    * sequences; with more such a plan never cuts. By tokens and heads, never by lengths. 0: 1 GiB;
    * KDA_NEVER_CUT: no such plan cuts. */
   int64_t most_cut_bytes;
+  /* CUDA only: rate of a large copy, and clock under load; 0: of a card that is sold with that
+   * compute capability, the rate by its multiprocessors. */
+  double memory_bytes_per_second;
+  double gigahertz;
 } kda_plan_options;
 #define KDA_KEEP_DEFAULT 2048
 #define KDA_KEEP_CHUNKS (-1)
@@ -249,8 +253,8 @@ KDA_API void kda_plan_options_init(
 KDA_API void kda_plan_options_init_size(kda_plan_options* options, size_t struct_size);
 #define kda_plan_options_init(options) \
   kda_plan_options_init_size((options), sizeof(kda_plan_options))
-/* Sets device_kind, num_sms and compute_capability to those of a CUDA device of this machine.
- * KDA_UNAVAILABLE, with the reason, if there is none. */
+/* Sets device_kind, num_sms, compute_capability, memory_bytes_per_second and gigahertz to those of
+ * a CUDA device of this machine. KDA_UNAVAILABLE, with the reason, if there is none. */
 KDA_API kda_status kda_plan_options_cuda(kda_plan_options* options, int32_t ordinal);
 /* Fills strides (row-major), dtype and alignment of a tensor of up to 4 dimensions. */
 KDA_API kda_status kda_tensor_contiguous(kda_tensor* tensor, void* data, kda_dtype dtype,

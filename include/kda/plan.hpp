@@ -21,15 +21,19 @@ struct DeviceFacts {
   std::string name = "cpu";
   int32_t compute_capability = 0;  ///< CUDA: 10 * major + minor
   int32_t num_sms = 132;           ///< unit count that the segment rules divide by; see cpu_facts()
-  double memory_bytes_per_second = 0;
+  double memory_bytes_per_second = 0;  ///< CUDA: of a large copy, reads and writes together
+  double gigahertz = 0;                ///< CUDA: clock of the multiprocessors under load
 };
 
 /// Facts of this machine's CPU. num_sms is 132 on every CPU: it only feeds the named segment
 /// policies, whose partition must not depend on the machine.
 DeviceFacts cpu_facts();
-/// Facts of a Hopper-class GPU with `num_sms` multiprocessors (memory scaled from an H200).
+/// Facts that are assumed of a GPU with `num_sms` multiprocessors: clock and memory are those of a
+/// card that is sold with that compute capability (90: an H200; of several the one whose number of
+/// multiprocessors is nearest), memory by multiprocessors. The caller may set what it knows better.
 DeviceFacts gpu_facts(int32_t num_sms, int32_t compute_capability = 90);
 /// Facts of CUDA device `ordinal` of this machine; asks the driver once a device and remembers.
+/// Clock and memory are what the driver says, where it says something else than gpu_facts().
 /// kUnavailable, with the reason, where there is no such device, no driver, or no CUDA in this
 /// build.
 Status cuda_device_facts(int32_t ordinal, DeviceFacts* facts) noexcept;

@@ -58,17 +58,11 @@ def _kernels(options):
     return found
 
 
-def _options():
-    options = library.PlanOptions()
-    library.library().kda_plan_options_init(ctypes.byref(options))
-    return options
-
-
 def _gpus():
     """What each GPU gets; and why there is none, where that is so."""
     lib, found = library.library(), []
     while True:
-        options = _options()
+        options = library.new_options()
         if lib.kda_plan_options_cuda(ctypes.byref(options), len(found)) != 0:
             return found, None if found else lib.kda_last_error().decode()
         found.append({"compute_capability": options.compute_capability / 10, "sms": options.num_sms,
@@ -100,7 +94,7 @@ def report():
         "torch operators": (library.FOLDER / "libkda_torch.so").exists(),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cpu": {"name": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "kernels": _kernels(_options())},
+        "cpu": {"name": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "kernels": _kernels(library.new_options())},
         "gpus": gpus,
         "no gpu because": refusal,
         "packages": {name: _version(name) for name in PACKAGES},

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
 
 from ._binding import repeats
 from ._binding.dlpack import CPU, CUDA, FP32, View, new_numpy
-from ._binding.library import I64, PTR, GradientTensors, PlanOptions, check, library, new_problem, plan_cache
+from ._binding.library import I64, PTR, GradientTensors, check, library, new_options, new_problem, plan_cache
 from ._binding.repeats import Memory, Plan
 from ._binding.rules import LAST_SLOT, RULES, in_words_of, integer, number
 
@@ -322,8 +322,7 @@ class _Call:
         return o
 
     def options(self, num_threads, kept=None):
-        options = PlanOptions()
-        library().kda_plan_options_init(ctypes.byref(options))
+        options = new_options()
         if kept is not None:
             if not isinstance(kept, Kept):
                 raise TypeError(f"kept must be a libkda.arrays.Kept, got {type(kept).__name__}")

@@ -140,6 +140,10 @@ kda_status kda_plan_options_cuda(kda_plan_options* options, int32_t ordinal) {
     options->device_kind = KDA_CUDA;
     options->num_sms = facts.num_sms;
     options->compute_capability = facts.compute_capability;
+    if (options->struct_size >= offsetof(kda_plan_options, gigahertz) + sizeof(double)) {
+      options->memory_bytes_per_second = facts.memory_bytes_per_second;
+      options->gigahertz = facts.gigahertz;
+    }
     return kda::Status{};
   });
 }

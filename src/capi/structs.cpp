@@ -219,6 +219,8 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
                 ? gpu_facts(c.num_sms == 0 ? 132 : c.num_sms,
                             c.compute_capability == 0 ? 90 : c.compute_capability)
                 : cpu_facts();
+  if (c.memory_bytes_per_second != 0) device->memory_bytes_per_second = c.memory_bytes_per_second;
+  if (c.gigahertz != 0) device->gigahertz = c.gigahertz;
   options->context_parallel = static_cast<SegmentPolicy>(c.context_parallel);
   options->segment_method = c.one_pass ? SegmentMethod::kOnePass : SegmentMethod::kScanMergeForward;
   options->intra_form = static_cast<IntraForm>(c.intra_form);

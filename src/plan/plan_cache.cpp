@@ -22,7 +22,8 @@ class Key {
       const std::span<const int64_t>* cu_seqlens) {
     words_.reserve(160);
     add(p);
-    add(device.kind, device.compute_capability, device.num_sms, device.memory_bytes_per_second);
+    add(device.kind, device.compute_capability, device.num_sms, device.memory_bytes_per_second,
+        device.gigahertz);
     add(options.context_parallel, options.num_segments, options.segment_method, options.intra_form,
         options.num_threads, options.keep, options.kept_state_every, options.spans,
         options.most_cut_bytes);

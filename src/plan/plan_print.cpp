@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // A Plan as text and as JSON.
 #include <algorithm>
+#include <cmath>
 #include <iomanip>
 #include <map>
 #include <sstream>
 
 #include "core/json_writer.hpp"
 #include "core/layout.hpp"
+#include "core/text.hpp"
 #include "kda/plan.hpp"
 #include "plan/builder.hpp"
 
@@ -109,6 +111,13 @@ void print_blocks(const char* what, const std::vector<WorkspaceBlock>& blocks, s
         << human_bytes(entry.bytes) << "\n";
 }
 
+/// The clock and memory of another card, which its predictions have in place of an H200's.
+std::string card_text(const DeviceFacts& device) {
+  if (device.compute_capability / 10 == 9) return {};
+  return cat(", at ", device.gigahertz, " GHz and ",
+             std::llround(device.memory_bytes_per_second * 1e-9), " GB/s");
+}
+
 void print_explanation(const Plan& plan, std::ostream& out) {
   out << "\nwhy\n";
   for (const std::string& reason : plan.reasons) out << "  - " << reason << "\n";
@@ -120,7 +129,7 @@ void print_explanation(const Plan& plan, std::ostream& out) {
     out << (choice.why.empty() ? "" : ": ") << choice.why << std::right << "\n";
   }
   if (plan.cost.serial_us > 0) {
-    out << "\npredicted (constants of an H200)\n"
+    out << "\npredicted (constants of an H200" << card_text(plan.device) << ")\n"
         << std::fixed << std::setprecision(1) << "  roofline   " << plan.cost.roofline_us << " us\n"
         << "  serial     " << plan.cost.serial_us << " us\n";
     if (plan.cost.segmented_us > 0) out << "  segmented  " << plan.cost.segmented_us << " us\n";
@@ -172,7 +181,9 @@ void write_problem(const Problem& p, JsonWriter& json) {
 void write_device(const DeviceFacts& device, JsonWriter& json) {
   json.key("device").begin_object();
   json.member("kind", device_kind_name(device.kind)).member("name", device.name);
-  json.member("num_sms", device.num_sms).end_object();
+  json.member("num_sms", device.num_sms);
+  json.member("memory_bytes_per_second", device.memory_bytes_per_second);
+  json.member("gigahertz", device.gigahertz).end_object();
 }
 
 void write_implementation(const Plan& plan, JsonWriter& json) {

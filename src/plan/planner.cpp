@@ -19,9 +19,6 @@ using registry::Head;
 using registry::Request;
 using Heads = std::span<const Head* const>;
 
-// The rate of a large copy, measured once.
-constexpr double kH200BytesPerSecond = 4.24e12;
-constexpr int32_t kH200Sms = 132;
 constexpr int64_t kDefaultChunk = 64;  // of a plan without an implementation
 
 bool name_matches(std::string_view name, std::string_view wanted) {
@@ -238,6 +235,14 @@ Status check_options(const Problem& problem, const DeviceFacts& device,
                      const PlanOptions& options) {
   if (device.num_sms < 1 || device.num_sms > 65535)
     return invalid("device: num_sms = ", device.num_sms, " is outside 1..65535");
+  // Predicted times are divided by rates.
+  const auto is_rate = [](double x, double least, double most) {
+    return x == 0 || (x >= least && x <= most);
+  };
+  if (const double rate = device.memory_bytes_per_second; !is_rate(rate, 1e6, 1e18))
+    return invalid("device: memory_bytes_per_second = ", rate, " is neither 0 nor in 1e6..1e18");
+  if (const double clock = device.gigahertz; !is_rate(clock, 1e-3, 1e3))
+    return invalid("device: gigahertz = ", clock, " is neither 0 nor in 0.001..1000");
   if (options.num_threads < 0 || options.num_threads > 1024)
     return invalid("num_threads: ", options.num_threads, " is outside 0..1024");
   const auto policy = static_cast<int32_t>(options.context_parallel);
@@ -361,16 +366,6 @@ Status plan_with(std::span<const registry::Head* const> rows, const Problem& pro
 }  // namespace plan
 
 DeviceFacts cpu_facts() { return {}; }
-
-DeviceFacts gpu_facts(int32_t num_sms, int32_t compute_capability) {
-  DeviceFacts facts;
-  facts.kind = DeviceKind::kCuda;
-  facts.name = cat("sm_", compute_capability, ", ", num_sms, " SMs");
-  facts.compute_capability = compute_capability;
-  facts.num_sms = num_sms;
-  facts.memory_bytes_per_second = kH200BytesPerSecond * num_sms / kH200Sms;
-  return facts;
-}
 
 Status make_plan(const Problem& problem, std::span<const int64_t> cu_seqlens,
                  const DeviceFacts& device, const PlanOptions& options, Plan* plan) noexcept {

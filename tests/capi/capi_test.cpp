@@ -187,6 +187,30 @@ TEST(CApi, PlansForGpusAndFromBounds) {
   kda_plan_destroy(plan);
 }
 
+TEST(CApi, OptionsSayWhatACardHas) {
+  CCall call;
+  const auto text_of = [&](int32_t capability, double rate, double clock) -> std::string {
+    kda_plan_options options;
+    kda_plan_options_init(&options);
+    options.device_kind = KDA_CUDA;
+    options.num_sms = 108, options.compute_capability = capability;
+    options.memory_bytes_per_second = rate, options.gigahertz = clock;
+    kda_plan* plan = nullptr;
+    if (kda_plan_create(&call.problem, call.inputs.cu_seqlens.data(), &options, &plan) != KDA_OK)
+      return kda_last_error();
+    std::string text = kda_plan_json(plan);
+    kda_plan_destroy(plan);
+    return text;
+  };
+  EXPECT_NE(text_of(80, 0, 0).find("\"gigahertz\": 1.4"), std::string::npos) << text_of(80, 0, 0);
+  const std::string given = text_of(80, 1.5e12, 1.25);
+  EXPECT_NE(given.find("\"memory_bytes_per_second\": 1500000000000"), std::string::npos) << given;
+  EXPECT_NE(given.find("\"gigahertz\": 1.25"), std::string::npos) << given;
+  EXPECT_EQ(text_of(80, -1, 0),
+            "device: memory_bytes_per_second = -1 is neither 0 nor in 1e6..1e18");
+  EXPECT_EQ(text_of(80, 0, -1), "device: gigahertz = -1 is neither 0 nor in 0.001..1000");
+}
+
 TEST(CApi, OlderCallersStructsAreSmaller) {
   CCall call;
   // A caller that knew fewer fields: the tail keeps its defaults.
@@ -248,7 +272,8 @@ TEST(CApi, OptionsInitWritesNoMoreThanTheCallersStruct) {
     int64_t behind;
   } memory;
   const std::size_t older = offsetof(kda_plan_options, spans);
-  for (const std::size_t size : {older, sizeof(kda_plan_options)}) {
+  for (const std::size_t size :
+       {older, offsetof(kda_plan_options, memory_bytes_per_second), sizeof(kda_plan_options)}) {
     std::memset(static_cast<void*>(&memory), 0xee, sizeof memory);
     if (size == older)
       (kda_plan_options_init)(&memory.options);

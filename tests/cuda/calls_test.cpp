@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <functional>
 #include <set>
@@ -504,6 +505,13 @@ TEST_F(Calls, ChunkStagesThroughTheCAbi) {
   kda_plan_options_init(&plan_options);
   ASSERT_EQ(kda_plan_options_cuda(&plan_options, 0), KDA_OK) << kda_last_error();
   plan_options.backend = "staged";
+  EXPECT_EQ(plan_options.gigahertz, test::device().gigahertz);
+  EXPECT_EQ(plan_options.memory_bytes_per_second, test::device().memory_bytes_per_second);
+  kda_plan_options older = plan_options;  // of a program that has no such fields
+  older.struct_size = offsetof(kda_plan_options, memory_bytes_per_second);
+  older.gigahertz = 7;
+  ASSERT_EQ(kda_plan_options_cuda(&older, 0), KDA_OK) << kda_last_error();
+  EXPECT_EQ(older.gigahertz, 7);
   EXPECT_EQ(kda_plan_options_cuda(&plan_options, 99), KDA_UNAVAILABLE);
   kda_plan* plan = nullptr;
   ASSERT_EQ(kda_plan_create(&p, nullptr, &plan_options, &plan), KDA_OK) << kda_last_error();

@@ -61,6 +61,8 @@ class Report(unittest.TestCase):
         self.assertEqual(found["times"]["decode"]["cases"][0]["copy_s"], 1e-5)
         self.assertIn(["--context-parallel", "off"],
                       [row["words"][-2:] for row in found["times"]["forward_uncut"]["cases"]], "rows of bench/refit.py")
+        self.assertIn(["--backend", "cuda.sm80.fused"],
+                      [row["words"][-2:] for row in found["times"]["forward_portable"]["cases"]])
         self.assertEqual({row["name"] for row in found["rows"] if row.get("passed")},
                          {"decode_test", "head_gate_test", "streams_test"})
         self.assertIn("a card of a test", found["info"])

@@ -35,6 +35,9 @@ REPORTED = {what: lambda kda, what=what: gpu_bench.run_bench(kda, what, gpu_benc
             for what in ("forward", "decode", "backward")}
 # Rows for bench/refit.py, which needs sequences that are not cut.
 REPORTED[refit.UNCUT] = lambda kda: gpu_bench.run_set(kda, "forward", "sizes", ["--context-parallel", "off"])
+# The same for cards that are no Hopper, which has a kernel of its own.
+PORTABLE = {refit.PORTABLE_ROWS: lambda kda: gpu_bench.run_set(kda, "forward", "refit",
+                                                               ["--backend", "cuda.sm80.fused"])}
 
 
 def what_it_reports(done):
@@ -93,10 +96,10 @@ def run_soak(program, seed, environment):
         json.loads(found) if found else {"seed": seed})
 
 
-def times(kda):
+def times(kda, architecture):
     """{benchmark: its times, or why it has none}; a card on which one fails has the others."""
     found = {}
-    for what, run in REPORTED.items():
+    for what, run in (REPORTED if architecture == "sm_90" else REPORTED | PORTABLE).items():
         try:
             found[what] = run(kda)
         except (subprocess.CalledProcessError, OSError, ValueError) as error:
@@ -106,7 +109,7 @@ def times(kda):
 
 def card_report(kda, tested):
     """One file about a card: which kernels ran, which tests passed, times. `tested`: what main() found."""
-    timed = times(kda)
+    timed = times(kda, tested["architecture"])
     info = subprocess.run([kda, "info"], capture_output=True, text=True, check=False)
     ran = {case["implementation"] for row in timed.values() for case in row.get("cases", [])}
     passed = tested["ok"] and not any("failed" in row for row in timed.values())

@@ -2,6 +2,7 @@
 // What the CUDA backends predict, and the cuts that they choose by it.
 #include <gtest/gtest.h>
 
+#include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/fused/cost.hpp"
 #include "cuda/fused/portable/cost.hpp"
@@ -21,12 +22,18 @@ plan::Partition staged_cut(const char* lengths, int64_t heads, CostEstimate* cos
   return staged::auto_partition(work_of(lengths, heads), gpu_facts(132), cost);
 }
 
+using PortableKind = fused::portable::Kind;
+double portable_us(const char* lengths, int64_t heads, int64_t K, const DeviceFacts& device,
+                   PortableKind kind = PortableKind::kFp16Operands) {
+  plan::Workload work = work_of(lengths, heads);
+  work.key_dim = work.value_dim = K;
+  work.num_sms = device.num_sms;
+  return fused::portable::predict(work, kind, device).fused_us;
+}
+
 TEST(PortableCost, CountsStepsByTheMemoryOfABlock) {
   const auto predicted = [](const char* lengths, int64_t heads, int32_t capability, int64_t K) {
-    plan::Workload work = work_of(lengths, heads);
-    work.key_dim = work.value_dim = K;
-    work.num_sms = 108;
-    return fused::portable::predict(work, gpu_facts(108, capability)).fused_us;
+    return portable_us(lengths, heads, K, gpu_facts(108, capability));
   };
   // 128 chains of 512 steps of 1,780 cycles and 2 more, on 108 SMs of 1.41 GHz.
   EXPECT_NEAR(predicted("8192", 64, 80, 128), 128.0 / 108 * 514 * 1.78 / 1.41 + 9, 1);
@@ -34,11 +41,90 @@ TEST(PortableCost, CountsStepsByTheMemoryOfABlock) {
   EXPECT_NEAR(predicted("8192", 1, 80, 128), predicted("8192", 16, 80, 128), 1e-6);
   EXPECT_NEAR(predicted("8x1024", 108, 80, 64), 8 * 66 * 0.95 / 1.41 + 9, 1);
   EXPECT_GT(predicted("8192", 64, 86, 128), 1.1 * predicted("8192", 64, 80, 128));
-  // 8.7 has the memory of 8.0, at its own clock.
-  EXPECT_NEAR(predicted("8192", 64, 87, 128), 128.0 / 108 * 514 * 1.78 / 1.3 + 9, 1);
-  for (const int32_t capability : {80, 86, 87, 89, 90, 100, 103, 120})
+  // 8.7 has the memory of 8.0, at its own clock; there it is bytes that take as long.
+  DeviceFacts orin = gpu_facts(108, 87);
+  orin.memory_bytes_per_second = 1e13;
+  EXPECT_NEAR(portable_us("8192", 64, 128, orin), 128.0 / 108 * 514 * 1.78 / 1.3 + 9, 1);
+  for (const int32_t capability : {80, 86, 87, 89, 90, 100, 103, 110, 120, 121})
     EXPECT_GT(predicted("8192", 64, capability, 128), predicted("8192", 64, capability, 64));
   EXPECT_EQ(predicted("0", 64, 80, 128), 0);
+}
+
+/// docs/log/2026-11.md, "The portable fused kernel".
+TEST(PortableCost, IsNearTheTimesOfAnH200) {
+  const DeviceFacts h200 = gpu_facts(132);
+  DeviceFacts small = gpu_facts(132, 86);  // the form of 99 KB
+  small.gigahertz = h200.gigahertz, small.memory_bytes_per_second = h200.memory_bytes_per_second;
+  const struct {
+    const char* lengths;
+    int64_t heads, K;
+    PortableKind kind;
+    double large_us, small_us;
+  } rows[] = {{"8192", 64, 128, PortableKind::kFp16Operands, 531.2, 725.2},
+              {"8x1024", 64, 128, PortableKind::kFp16Operands, 538.1, 741.5},
+              {"8192", 32, 128, PortableKind::kFp16Operands, 526.9, 716.8},
+              {"8192", 64, 128, PortableKind::kSoftplus, 652.5, 988.7},
+              {"8192", 64, 128, PortableKind::kFp16Rows, 595.6, 893.1},
+              {"8192", 64, 128, PortableKind::kBf16Operands, 473.8, 0},
+              {"8192", 128, 64, PortableKind::kFp16Operands, 287.8, 407.1},
+              {"8x1024", 128, 64, PortableKind::kFp16Operands, 305.5, 416.6}};
+  for (const auto& row : rows) {
+    const std::string what = cat(row.lengths, ", H ", row.heads, ", K ", row.K);
+    EXPECT_NEAR(portable_us(row.lengths, row.heads, row.K, h200, row.kind), row.large_us,
+                0.07 * row.large_us)
+        << what;
+    if (row.small_us == 0) continue;
+    EXPECT_NEAR(portable_us(row.lengths, row.heads, row.K, small, row.kind), row.small_us,
+                0.07 * row.small_us)
+        << what;
+  }
+  // Products with fp32 sums at the rate of GeForce cards take longer than steps did there.
+  EXPECT_NEAR(portable_us("8192", 64, 128, small, PortableKind::kBf16Operands),
+              (512 * 85 * 32 * 1.15 + 4880) / 1750 + 9, 1);
+}
+
+TEST(PortableCost, IsNoLessThanBytesTake) {
+  const DeviceFacts spark = gpu_facts(48, 121);
+  EXPECT_NEAR(portable_us("8192", 64, 128, spark), 8192.0 * 64 * 1282 / (273e3 * 0.88 * 0.93), 5);
+}
+
+TEST(PortableCost, KindsAreThoseOfTheKernels) {
+  Problem p;
+  p.q = p.g = contiguous(DType::kBFloat16, {1, 64, 1, 128});
+  p.gate_mode = GateMode::kLog;
+  EXPECT_EQ(fused::portable::kind_of(p), PortableKind::kBf16Operands);
+  p.qk_l2norm = true, p.gate_mode = GateMode::kBounded, p.beta_mode = BetaMode::kSigmoid;
+  EXPECT_EQ(fused::portable::kind_of(p), PortableKind::kFp16Operands);
+  p.g.dtype = DType::kFloat32;
+  EXPECT_EQ(fused::portable::kind_of(p), PortableKind::kBf16Operands);
+  p.gate_mode = GateMode::kSoftplus;
+  EXPECT_EQ(fused::portable::kind_of(p), PortableKind::kSoftplus);
+  p.q.dtype = DType::kFloat16;
+  EXPECT_EQ(fused::portable::kind_of(p), PortableKind::kFp16Rows);
+}
+
+/// Times of an H200 stand for other cards by their clock, and none is less than bytes take.
+TEST(StagedCost, OfAnotherCardIsByItsClockAndItsMemory) {
+  const auto us = [](const DeviceFacts& device) {
+    plan::Workload work = work_of("8192", 64);
+    work.num_sms = device.num_sms;
+    return staged::serial_us(cost_input(work, device), staged::costs_of(device));
+  };
+  DeviceFacts card = gpu_facts(132, 80);
+  card.memory_bytes_per_second = 4.24e12, card.gigahertz = kH200Gigahertz;
+  EXPECT_NEAR(us(card), 724.3, 0.03 * 724.3);  // measured, with no instruction of Hopper
+  const double fast = us(card);
+  card.gigahertz /= 2;
+  EXPECT_NEAR(us(card), 2 * fast, 0.05 * fast);
+  card.gigahertz = 0;  // not known: that of an H200
+  EXPECT_EQ(us(card), fast);
+  card.memory_bytes_per_second = 240e9;  // a DGX Spark
+  EXPECT_NEAR(us(card), 8192.0 * 64 * (2200 + 1396 / 0.93) / 240e3, 0.02 * us(card));
+  EXPECT_EQ(staged::costs_of(gpu_facts(132)).intra_work_ns, 100);
+  EXPECT_EQ(staged::backward_costs_of(gpu_facts(132)).gradients_ns,
+            staged::kSm90Backward.gradients_ns);
+  DeviceFacts a100 = gpu_facts(108, 80);
+  EXPECT_NEAR(staged::backward_costs_of(a100).gradients_ns, 446 * 1.75 / 1.41, 1e-6);
 }
 
 TEST(StagedCost, FillsAnIdleCardAndLeavesAFullOneAlone) {

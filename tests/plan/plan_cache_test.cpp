@@ -92,6 +92,7 @@ TEST(PlanCache, AnythingElseGivesAnother) {
       [](Arguments& a) { a.device.num_sms = 78; },
       [](Arguments& a) { a.device.compute_capability = 80; },
       [](Arguments& a) { a.device.memory_bytes_per_second *= 2; },
+      [](Arguments& a) { a.device.gigahertz *= 2; },
       [](Arguments& a) { a.device.name = "another"; },
       [](Arguments& a) { a.device = cpu_facts(); },
       [](Arguments& a) { a.options.context_parallel = SegmentPolicy::kOff; },

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -10,6 +11,7 @@
 
 #include "kda/backward.hpp"
 #include "plan/builder.hpp"
+#include "plan/cards.hpp"
 #include "plan/ledger.hpp"
 #include "support/harness.hpp"
 #include "tools/kda/flags.hpp"
@@ -518,6 +520,111 @@ TEST(Planner, SupportedReadsBackendAndKeep) {
   Plan plan;
   ASSERT_TRUE(make_plan(p, cu, hopper, asked, &plan).ok());
   EXPECT_GT(plan.saved_bytes, 0u);
+}
+
+TEST(Planner, AssumesOfAGpuWhatCardsOfItsCapabilityHave) {
+  const DeviceFacts h200 = gpu_facts(132), a100 = gpu_facts(108, 80), a30 = gpu_facts(56, 80);
+  EXPECT_EQ(h200.memory_bytes_per_second, 4.24e12);
+  EXPECT_EQ(h200.gigahertz, 1.75);
+  EXPECT_EQ(gpu_facts(66).memory_bytes_per_second, 4.24e12 / 2);
+  EXPECT_NEAR(a100.memory_bytes_per_second, 0.88 * 2039e9, 1e3);
+  EXPECT_EQ(a100.gigahertz, 1.41);
+  EXPECT_NEAR(a30.memory_bytes_per_second, 0.88 * 933e9, 1e3);
+  EXPECT_NEAR(gpu_facts(48, 121).memory_bytes_per_second, 0.88 * 273e9, 1e3);  // DGX Spark
+  EXPECT_NEAR(gpu_facts(150, 89).memory_bytes_per_second, 0.88 * 864e9 * 150 / 142, 1e3);
+  EXPECT_EQ(gpu_facts(84, 125).gigahertz, gpu_facts(48, 121).gigahertz);  // a later one
+  EXPECT_EQ(gpu_facts(108, 75).gigahertz, a30.gigahertz);                 // an older one
+}
+
+TEST(Planner, TakesTheDriversWordWhereItIsAnother) {
+  const auto with = [](DeviceFacts facts, int clock, int memory_clock, int bus) {
+    plan::take_driver_rates(
+        {.clock_khz = clock, .memory_clock_khz = memory_clock, .memory_bus_bits = bus}, &facts);
+    return facts;
+  };
+  const DeviceFacts assumed = gpu_facts(84, 86);  // an RTX A6000
+  const auto rates = [](const DeviceFacts& x) {
+    return std::pair{x.memory_bytes_per_second, x.gigahertz};
+  };
+  EXPECT_EQ(rates(with(assumed, 1800000, 8001000, 384)), rates(assumed));  // as assumed
+  const DeviceFacts a40 = with(assumed, 1300000, 7251000, 256);
+  EXPECT_NEAR(a40.memory_bytes_per_second, 0.88 * 464.064e9, 1e3);
+  EXPECT_NEAR(a40.gigahertz, 0.9 * 1.3, 1e-9);
+  EXPECT_EQ(rates(with(assumed, 0, 0, 0)), rates(assumed));  // it does not know
+  EXPECT_EQ(rates(with(assumed, -1, 7251000, 0)), rates(assumed));
+  // The constants of Hopper's kernels were fitted so, on an H100 too.
+  EXPECT_EQ(rates(with(gpu_facts(132), 1980000, 2619000, 5120)), rates(gpu_facts(132)));
+}
+
+/// What a user gives instead.
+TEST(Planner, RefusesRatesThatNoGpuHas) {
+  std::vector<int64_t> cu;
+  const Problem p = packed({512}, 1, &cu);
+  const auto why = [&](double rate, double clock) {
+    DeviceFacts facts = gpu_facts(108, 80);
+    facts.memory_bytes_per_second = rate, facts.gigahertz = clock;
+    Plan plan;
+    return make_plan(p, cu, facts, {}, &plan).message();
+  };
+  EXPECT_EQ(why(1e12, 1.4), "");
+  EXPECT_EQ(why(1e12, 0), "");
+  EXPECT_EQ(why(-1, 1.4), "device: memory_bytes_per_second = -1 is neither 0 nor in 1e6..1e18");
+  EXPECT_EQ(why(1e12, 1e4), "device: gigahertz = 10000 is neither 0 nor in 0.001..1000");
+  EXPECT_EQ(why(1e12, NAN), "device: gigahertz = nan is neither 0 nor in 0.001..1000");
+}
+
+/// cuda.sm80.fused beside cuda.sm80.staged. The first counts of heads that it serves are predicted.
+TEST(Planner, TakesOneKernelOnOtherCardsWhereItIsPredictedToBeFaster) {
+  const auto plan_on = [](const DeviceFacts& card, int64_t heads, int64_t K = 128,
+                          const PlanOptions& options = {}, const char* lengths = "8192") {
+    std::vector<int64_t> cu;
+    Problem p = packed(tools::parse_lengths(lengths), heads, &cu);
+    p.key_dim = p.value_dim = K;
+    const int64_t T = p.num_tokens;
+    p.q = p.k = p.v = p.g = p.o = contiguous(DType::kBFloat16, {1, T, heads, K});
+    Plan plan;
+    throw_if_error(make_plan(p, cu, card, options, &plan));
+    return plan;
+  };
+  const struct {
+    int32_t sms, capability;
+    int64_t staged, fused;  // heads
+  } cards[] = {{108, 80, 24, 48},  {82, 86, 16, 64},   {142, 89, 8, 48},
+               {148, 100, 32, 64}, {148, 103, 32, 64}, {170, 120, 16, 64},
+               {48, 121, 2, 24},   {16, 87, 1, 16},    {20, 110, 1, 16}};
+  for (const auto& [sms, capability, staged, fused] : cards) {
+    const DeviceFacts card = gpu_facts(sms, capability);
+    EXPECT_EQ(plan_on(card, staged).implementation, "cuda.sm80.staged") << card.name;
+    const Plan plan = plan_on(card, fused);
+    EXPECT_EQ(plan.implementation, "cuda.sm80.fused") << card.name;
+    const std::string text = plan.to_text(true);
+    EXPECT_NE(text.find("predicted: "), std::string::npos) << text;
+    EXPECT_NE(text.find(" has timed it, so 1.15 times that counts"), std::string::npos) << text;
+    EXPECT_NE(text.find("predicted (constants of an H200, at "), std::string::npos) << text;
+    EXPECT_NE(
+        plan_on(card, staged).to_text(true).find(" us in stages; no card of compute capability "),
+        std::string::npos);
+    // Lengths and `off` never change the kernel.
+    for (const char* lengths : {"64", "100000", "9x1000,0"})
+      EXPECT_EQ(plan_on(card, fused, 128, {}, lengths).implementation, "cuda.sm80.fused");
+    EXPECT_EQ(plan_on(card, staged, 128, policy(SegmentPolicy::kOff)).implementation,
+              "cuda.sm80.staged");
+    EXPECT_EQ(plan_on(card, fused, 128, test::fixed_segments(4)).implementation,
+              "cuda.sm80.staged");
+    EXPECT_EQ(plan_on(card, 132, 64).implementation, "cuda.sm80.fused") << card.name;
+  }
+  for (const int64_t heads : {1, 32, 64})
+    EXPECT_EQ(plan_on(gpu_facts(132), heads).implementation, "cuda.sm90.fused");
+  // Who names it has it, and where stages have nothing to serve with it needs no name.
+  EXPECT_EQ(plan_on(gpu_facts(108, 80), 1, 128, test::with_backend("fused")).implementation,
+            "cuda.sm80.fused");
+  std::vector<int64_t> cu;
+  Problem p = packed({8192}, 1, &cu);
+  p.checkpoints = StateDesc{contiguous(DType::kFloat32, {512, 1, 128, 128}), 512, false};
+  p.checkpoint_every = 16;
+  Plan plan;
+  throw_if_error(make_plan(p, cu, gpu_facts(108, 80), {}, &plan));
+  EXPECT_EQ(plan.implementation, "cuda.sm80.fused") << plan.to_text(true);
 }
 
 // Times of both forms on an H200: `./dev gpu-bench fused`.

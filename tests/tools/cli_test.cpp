@@ -402,6 +402,10 @@ TEST_F(Cli, PlanTakesTheFlagsOfRun) {
   EXPECT_EQ(plan("--backend staged")["implementation"], "cuda.sm80.staged");
   EXPECT_EQ(plan("--backend staged")["requested"]["backend"], "staged");
   EXPECT_EQ(plan("--compute-capability 80")["implementation"], "cuda.sm80.staged");
+  const auto slow = plan("--compute-capability 80 --bandwidth 200 --megahertz 1250");
+  EXPECT_EQ(slow["implementation"], "cuda.sm80.fused");  // bytes decide
+  EXPECT_EQ(slow["device"]["gigahertz"], 1.25);
+  EXPECT_NEAR(slow["device"]["memory_bytes_per_second"].get<double>(), 0.88 * 200e9, 1);
   EXPECT_EQ(plan("--dtype fp32")["implementation"], "cuda.smxx.recurrent");
   EXPECT_EQ(plan("--out-dtype fp32")["implementation"], "cuda.sm80.staged");
   EXPECT_EQ(plan("--gate-dtype fp16")["implementation"], "cuda.sm80.staged");

@@ -111,6 +111,9 @@ std::string gpu_json(const std::vector<GpuRow>& rows, const std::string& what,
                      const DeviceFacts& device, double copy_rate) {
   nlohmann::ordered_json report = {{"what", what},
                                    {"device", device.name},
+                                   {"compute_capability", device.compute_capability},
+                                   {"num_sms", device.num_sms},
+                                   {"gigahertz", device.gigahertz},
                                    {"version", KDA_VERSION_STRING},
                                    {"copy_bytes_per_second", copy_rate},
                                    {"cases", nlohmann::ordered_json::array()}};

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "plan/builder.hpp"
+#include "plan/cards.hpp"
 #include "tools/kda/commands.hpp"
 #include "tools/kda/flags.hpp"
 #include "tools/kda/options.hpp"
@@ -22,6 +23,7 @@ struct PlanCommand {
   std::string device = "cuda", dtype = "bf16", gate_dtype;
   int64_t num_heads = 0, num_value_heads = 0, key_dim = 128, value_dim = 128, tail = 0;
   int32_t num_sms = 132, compute_capability = 90;
+  int32_t bandwidth = 0, megahertz = 0;  // 0: as gpu_facts() assumes
   OperationFlags operation;
   ScheduleFlags schedule;
   std::string keep = "states";
@@ -60,6 +62,14 @@ struct PlanCommand {
       p.tail = tails(p, tail);
     }
     return p;
+  }
+
+  DeviceFacts facts() const {
+    if (device == "cpu") return cpu_facts();
+    DeviceFacts card = gpu_facts(num_sms, compute_capability);
+    if (bandwidth > 0) card.memory_bytes_per_second = plan::kCopyShare * bandwidth * 1e9;
+    if (megahertz > 0) card.gigahertz = megahertz * 1e-3;
+    return card;
   }
 
   /// Every gradient but those of states, dense, each of the type of its input, for a forward that
@@ -111,8 +121,7 @@ struct PlanCommand {
   void operator()() const {
     std::vector<int64_t> cu_seqlens = {0};
     for (const int64_t length : lengths) cu_seqlens.push_back(cu_seqlens.back() + length);
-    const DeviceFacts facts =
-        device == "cpu" ? cpu_facts() : gpu_facts(num_sms, compute_capability);
+    const DeviceFacts facts = this->facts();
     if (backward) return plan_backward(cu_seqlens, facts);
     const Problem p = problem(cu_seqlens.back());
     const PlanOptions options = schedule.plan_options();
@@ -138,6 +147,11 @@ void add_plan(CLI::App& app) {
   add_whole<int32_t>(*sub, "--compute-capability", &c->compute_capability, 1, 999,
                      "Of the GPU, 10 major + minor")
       ->default_str(cat(c->compute_capability));
+  add_whole<int32_t>(*sub, "--bandwidth", &c->bandwidth, 1, 100000,
+                     "Of the GPU's memory in GB/s, as its data sheet has it (default: that of a "
+                     "card of the compute capability, by multiprocessors)");
+  add_whole<int32_t>(*sub, "--megahertz", &c->megahertz, 1, 100000,
+                     "Clock of the GPU under load (default: that of such a card)");
   add_choice(*sub, "--device", &c->device, {"cuda", "cpu"}, "Plan for a GPU or for this CPU")
       ->default_str(c->device);
   add_choice(*sub, "--dtype", &c->dtype, kFloatTypes, "Of q, k, v, g, beta")->default_str(c->dtype);
@@ -162,6 +176,7 @@ void add_plan(CLI::App& app) {
   kda plan --heads 8 --seq-lens 65536 --sms 132 --explain
   kda plan --heads 4 --seq-lens 128K,10x1K --sms 152 --context-parallel cula --json
   kda plan --heads 8 --seq-lens 32K,1K --bounds --explain
+  kda plan --heads 64 --seq-lens 8192 --compute-capability 86 --sms 84 --bandwidth 768 --explain
   kda plan --heads 16 --seq-lens 8192 --backend staged --gate softplus --gate-dtype fp32
   kda plan --heads 16 --value-heads 32 --seq-lens 8192 --head-gates --head-map tiled --explain)");
   sub->callback([c, sub] {

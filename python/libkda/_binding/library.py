@@ -56,7 +56,8 @@ class PlanOptions(ctypes.Structure):
         + [(n, I32) for n in ("device_kind", "num_sms", "context_parallel", "one_pass")]
         + [("num_segments", I64), ("num_threads", I32), ("compute_capability", I32), ("backend", ctypes.c_char_p),
            ("intra_form", I32), ("keep", I32), ("spans", I32),
-           ("reserved", I32), ("most_cut_bytes", I64)]
+           ("reserved", I32), ("most_cut_bytes", I64), ("memory_bytes_per_second", ctypes.c_double),
+           ("gigahertz", ctypes.c_double)]
     )
 
 
@@ -85,11 +86,17 @@ def plan_cache():
     return cache
 
 
+def new_options():
+    """kda_plan_options with their defaults."""
+    options = PlanOptions()
+    library().kda_plan_options_init_size(ctypes.byref(options), ctypes.c_size_t(ctypes.sizeof(PlanOptions)))
+    return options
+
+
 @functools.cache
 def cuda_refusal(ordinal):
     """Why this build does not run on a CUDA device: it has no kernels, or none for this card. None: it runs there."""
-    options = PlanOptions()
-    library().kda_plan_options_init(ctypes.byref(options))
+    options = new_options()
     if library().kda_plan_options_cuda(ctypes.byref(options), ordinal) == 0:
         return None
     return library().kda_last_error().decode()

@@ -13,6 +13,13 @@
 namespace kda::cuda {
 
 using plan::kMinimumGain;
+/// The clock that times and cycles of an H200 are taken with.
+inline constexpr double kH200Gigahertz = 1.75;
+/// Facts without a clock are those of an H200.
+inline double gigahertz_of(const DeviceFacts& device) {
+  return device.gigahertz > 0 ? device.gigahertz : kH200Gigahertz;
+}
+
 /// q, k, v, o, g in bf16 and beta, of a token and value head at K = V = 128.
 inline constexpr double kBytesPerToken = 1282;
 

@@ -72,6 +72,19 @@ std::string decline_problem(const Problem& p) {
   return {};
 }
 
+plan::Workload typical_work(const Problem& p, const DeviceFacts& device) {
+  return {.lengths = {kTypicalTokens},
+          .num_value_heads = p.num_value_heads,
+          .key_dim = p.key_dim,
+          .value_dim = p.value_dim,
+          .num_sms = device.num_sms};
+}
+std::string typical_times(const plan::Workload& work, double fused_us, double stages_us) {
+  return cat("a sequence of ", kTypicalTokens, " tokens and ", work.num_value_heads,
+             " value heads is predicted to take ", std::llround(fused_us), " us in one kernel, ",
+             std::llround(stages_us), " us in stages");
+}
+
 namespace {
 
 std::string decline(const Problem& p) {
@@ -92,10 +105,7 @@ std::string decline_one_pass(const Problem& p) {
   return dense ? "" : "o is not dense";
 }
 
-// -- Whether stages are predicted to be faster: by heads and device alone, so that lengths and
-// batches never change the kernel
-
-constexpr int64_t kTypicalTokens = 8192;
+// -- Whether stages are predicted to be faster
 
 double typical_us_in_stages(const plan::Workload& work, const DeviceFacts& device, bool may_cut) {
   CostEstimate cost;
@@ -131,18 +141,11 @@ std::string defer(const registry::Request& request) {
   if (request.options.intra_form != IntraForm::kAuto) return "intra_form asks for a form of stages";
   const Problem& p = request.problem;
   const bool may_cut = decline_one_pass(p).empty();
-  const plan::Workload typical{.lengths = {kTypicalTokens},
-                               .num_value_heads = p.num_value_heads,
-                               .key_dim = p.key_dim,
-                               .value_dim = p.value_dim,
-                               .num_sms = request.device.num_sms};
+  const plan::Workload typical = typical_work(p, request.device);
   const double fused =
       may_cut ? predicted_us(typical, request.device) : predict(typical, request.device).fused_us;
   const double stages = typical_us_in_stages(typical, request.device, may_cut);
-  if (fused <= stages) return {};
-  return cat("a sequence of ", kTypicalTokens, " tokens and ", p.num_value_heads,
-             " value heads is predicted to take ", std::llround(fused), " us in one kernel, ",
-             std::llround(stages), " us in stages");
+  return fused <= stages ? "" : typical_times(typical, fused, stages);
 }
 
 // -- How it plans

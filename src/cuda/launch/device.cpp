@@ -9,6 +9,7 @@
 #include "core/guard.hpp"
 #include "core/text.hpp"
 #include "cuda/launch/launch.hpp"
+#include "plan/cards.hpp"
 
 namespace kda::cuda {
 namespace {
@@ -17,6 +18,14 @@ struct Devices {
   std::string problem;  ///< empty: usable
   std::vector<DeviceFacts> facts;
 };
+
+/// 0 where the driver does not know.
+int attribute_of(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  if (cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess) return value;
+  cudaGetLastError();
+  return 0;
+}
 
 Devices ask_driver() {
   Devices devices;
@@ -44,6 +53,10 @@ Devices ask_driver() {
     }
     DeviceFacts facts =
         gpu_facts(properties.multiProcessorCount, 10 * properties.major + properties.minor);
+    plan::take_driver_rates({.clock_khz = attribute_of(cudaDevAttrClockRate, i),
+                             .memory_clock_khz = attribute_of(cudaDevAttrMemoryClockRate, i),
+                             .memory_bus_bits = attribute_of(cudaDevAttrGlobalMemoryBusWidth, i)},
+                            &facts);
     facts.name =
         cat(properties.name, " (sm_", facts.compute_capability, ", ", facts.num_sms, " SMs)");
     devices.facts.push_back(std::move(facts));

@@ -3,7 +3,8 @@
 //
 // Where the constants are from: fitted to kernel times of an H200 at K = V = 128, bf16, which
 // docs/log/2026-11.md has ("Cost model"); no file of bench/results has them. minimum_step is a
-// choice.
+// choice. On other cards times are those of an H200 by the clock, and none is less than its bytes
+// take.
 #pragma once
 
 #include "cuda/common/common.hpp"
@@ -23,6 +24,7 @@ struct ChainCosts {
 struct Costs {
   double intra_work_ns;  ///< chunk_intra: SM time of a token and value head
   double intra_fixed_us;
+  double intra_bytes_per_token;  ///< of q, k, v, g and factors, a value head
   ChainCosts forward, scan;
   MergeCosts merge;
   double factor_bytes_per_token;  ///< that the forward reads and writes, a value head
@@ -34,6 +36,7 @@ struct Costs {
 inline constexpr Costs kSm90Costs = {
     .intra_work_ns = 100,
     .intra_fixed_us = 8,
+    .intra_bytes_per_token = 2200,
     .forward =
         {.few_ns = 19.5, .alone_ns = 22, .shared_ns = 19.5, .blocks_per_sm = 2, .fixed_us = 5},
     .scan = {.few_ns = 13.5, .alone_ns = 18, .shared_ns = 10.2, .blocks_per_sm = 2, .fixed_us = 3},
@@ -46,6 +49,7 @@ inline constexpr Costs kSm90Costs = {
 inline constexpr Costs kOtherCosts = {
     .intra_work_ns = kSm90Costs.intra_work_ns,
     .intra_fixed_us = kSm90Costs.intra_fixed_us,
+    .intra_bytes_per_token = kSm90Costs.intra_bytes_per_token,
     .forward =
         {.few_ns = 30.6, .alone_ns = 38, .shared_ns = 38.7, .blocks_per_sm = 2, .fixed_us = 14},
     .scan =
@@ -55,16 +59,30 @@ inline constexpr Costs kOtherCosts = {
     .factor_bandwidth = kSm90Costs.factor_bandwidth,
     .minimum_step = kSm90Costs.minimum_step};
 
-inline const Costs& costs_of(const DeviceFacts& device) {
-  return has_hopper_kernels(device) ? kSm90Costs : kOtherCosts;
+/// Times of an H200 by the clock of another card.
+inline ChainCosts at_clock(ChainCosts c, double slower) {
+  c.few_ns *= slower, c.alone_ns *= slower, c.shared_ns *= slower;
+  return c;
+}
+inline Costs costs_of(const DeviceFacts& device) {
+  if (has_hopper_kernels(device)) return kSm90Costs;
+  const double slower = kH200Gigahertz / gigahertz_of(device);
+  Costs c = kOtherCosts;
+  c.intra_work_ns *= slower;
+  c.forward = at_clock(c.forward, slower);
+  c.scan = at_clock(c.scan, slower);
+  c.merge.step_us *= slower;
+  return c;
 }
 
 /// Time of chunk_intra. At K = V = 64 it was measured to be six tenths of that at K = V = 128.
 inline double intra_us(const CostInput& in, const Costs& c) {
-  const double size = 0.2 + 0.8 * static_cast<double>(in.key_dim + in.value_dim) / 256;
-  return total_tokens(in) * static_cast<double>(in.num_value_heads) /
-             static_cast<double>(in.num_sms) * c.intra_work_ns * size * 1e-3 +
-         c.intra_fixed_us;
+  const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
+  const double rows = total_tokens(in) * static_cast<double>(in.num_value_heads);
+  const double work =
+      rows / static_cast<double>(in.num_sms) * c.intra_work_ns * (0.2 + 0.8 * size) * 1e-3;
+  const double memory = rows * c.intra_bytes_per_token * size / in.bytes_per_second * 1e6;
+  return std::max(work, memory) + c.intra_fixed_us;
 }
 
 /// `chains` chains of `total` tokens a value head, `tiles` blocks each: the longest chain, or all

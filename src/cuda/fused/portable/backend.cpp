@@ -2,6 +2,9 @@
 // Backend cuda.sm80.fused: what it serves and how it plans. Its launch:
 // cuda/fused/portable/launches.cpp.
 #include "cuda/fused/backend.hpp"
+
+#include <cmath>
+
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
@@ -36,6 +39,28 @@ std::string decline_options(const PlanOptions& options) {
   return {};
 }
 
+double margin_of(const DeviceFacts& device) { return is_measured(device) ? 1 : kUnmeasuredMargin; }
+std::string margin_text(const DeviceFacts& device) {
+  if (is_measured(device)) return "";
+  return cat("no card of compute capability ", device.compute_capability, " has timed it, so ",
+             kUnmeasuredMargin, " times that counts");
+}
+
+/// It has no segments, so stages serve few heads. It serves where they do not.
+std::string defer(const registry::Request& request) {
+  const Problem& p = request.problem;
+  const DeviceFacts& device = request.device;
+  if (!staged::kForward.head.decline(p).empty()) return {};
+  const plan::Workload typical = typical_work(p, device);
+  CostEstimate in_stages;
+  staged::auto_partition(typical, device, &in_stages);
+  const double stages = in_stages.segmented_us > 0 ? in_stages.segmented_us : in_stages.serial_us;
+  const double fused = predict(typical, kind_of(p), device).fused_us;
+  if (margin_of(device) * fused <= stages) return {};
+  const std::string margin = margin_text(device);
+  return cat(typical_times(typical, fused, stages), margin.empty() ? "" : "; ", margin);
+}
+
 /// States that one block hands to the next, where there are more chains than blocks.
 void book_handoffs(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
@@ -50,8 +75,10 @@ void book_handoffs(plan::PlanBuilder& builder) {
 void plan_forward(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   if (plan.lengths_known) {
-    builder.predict(predict(builder.workload(), plan.device));
-    builder.reason("fused: by the cycles of an H200 and a published clock");
+    builder.predict(predict(builder.workload(), kind_of(plan.problem), plan.device));
+    builder.reason(cat("predicted: ", std::llround(plan.cost.fused_us),
+                       " us, by the cycles of an H200 at ", gigahertz_of(plan.device), " GHz",
+                       is_measured(plan.device) ? "" : "; ", margin_text(plan.device)));
   }
   builder.reason("off: it has no segments");
   builder.set_v_splits(tiles_of(plan.problem.value_dim));
@@ -72,7 +99,7 @@ const registry::ForwardRow kForward = {.head = {.name = "cuda.sm80.fused",
                                                 .plan = plan_forward,
                                                 .decline = decline,
                                                 .decline_options = decline_options,
-                                                .only_by_name = true,  // a card of 8.x must run it
+                                                .defer = defer,
                                                 .min_compute_capability = 80,
                                                 .decline_device = decline_device,
                                                 .device_checks = &kDeviceChecks},

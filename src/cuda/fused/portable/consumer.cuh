@@ -83,6 +83,7 @@ __device__ __forceinline__ bool consume_stage(C& c, uint32_t group, uint32_t (&v
       const float2 kept = ptx::unpack<Operand>(vn[i]);
       low[i] = ptx::pack<Operand>(exact[0] - kept.x, exact[1] - kept.y);
     }
+  __syncwarp();  // outputs take the place of v, which other lanes have read
   put_outputs(c, Outputs::kRounded, &pq[2], error,
               TokenFactors(factors + offsetof(Factors, q_norm), c.lane),
               TokenFactors(factors + offsetof(Factors, diag), c.lane), outputs_place(c, values));
@@ -113,7 +114,7 @@ __device__ void run_portable_consumer(C& c, Storage& storage, SchedulerState& sc
   const auto wait = [&] { ptx::mbarrier_wait(storage.full_barrier(walk.stage), walk.parity); };
   const auto release = [&] {
     __syncwarp();
-    if (c.lane == 0) ptx::mbarrier_arrive(storage.done_barrier(walk.stage));
+    if (c.lane < kReleasingLanes) ptx::mbarrier_arrive(storage.done_barrier(walk.stage));
     walk.next(groups);
   };
   for (;;) {

@@ -52,8 +52,18 @@ inline constexpr BackwardCosts kOtherBackward = {
     .group_us = 13,
     .minimum_step = kOtherCosts.minimum_step};
 
-inline const BackwardCosts& backward_costs_of(const DeviceFacts& device) {
-  return has_hopper_kernels(device) ? kSm90Backward : kOtherBackward;
+/// Costs of the kernels for other GPUs, by the clock of the card.
+inline BackwardCosts other_backward_of(const DeviceFacts& device) {
+  const double slower = kH200Gigahertz / gigahertz_of(device);
+  BackwardCosts c = kOtherBackward;
+  c.scan = at_clock(c.scan, slower);
+  c.errors = at_clock(c.errors, slower);
+  c.reverse = at_clock(c.reverse, slower);
+  c.gradients_ns *= slower;
+  return c;
+}
+inline BackwardCosts backward_costs_of(const DeviceFacts& device) {
+  return has_hopper_kernels(device) ? kSm90Backward : other_backward_of(device);
 }
 
 inline constexpr MergeCosts kReverseMerge = {
@@ -88,7 +98,7 @@ inline double chain_memory_us(const CostInput& in, double bytes) {
 /// States before segments and dS behind them. One launch has both on Hopper, but not in two phases.
 inline double merges_us(const CostInput& in, const DeviceFacts& device, int64_t steps,
                         bool phases) {
-  const MergeCosts& merge = costs_of(device).merge;
+  const MergeCosts merge = costs_of(device).merge;
   if (phases || !backward_costs_of(device).beside)
     return merge_us(in, merge, steps) + merge_us(in, kReverseMerge, steps);
   CostInput both = in;
@@ -106,7 +116,7 @@ struct BackwardCut {
 /// The chains of a group of heads, whose CostInput `in` is.
 inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& device,
                                     const BackwardCut& how) {
-  const BackwardCosts& c = backward_costs_of(device);
+  const BackwardCosts c = backward_costs_of(device);
   const double errors_bytes = how.kept ? 0 : c.errors_bytes;
   if (how.segment_tokens == 0)
     return std::max(chain_memory_us(in, errors_bytes + c.reverse_bytes),
@@ -142,7 +152,7 @@ inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
   // By sizes: where types and strides ask for the portable kernel, the cut is the same.
   const bool own = has_hopper_grad(in.key_dim, in.value_dim, of_each);
-  const double grad_ns = (own ? backward_costs_of(device) : kOtherBackward).gradients_ns;
+  const double grad_ns = (own ? backward_costs_of(device) : other_backward_of(device)).gradients_ns;
   double us = intra_us(in, costs_of(device)) + total_tokens(in) *
                                                    static_cast<double>(in.num_value_heads) / sms *
                                                    size * grad_ns * 1e-3;
@@ -156,7 +166,7 @@ inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_
 
 /// The chain from right to left alone, uncut.
 inline double reverse_us(const CostInput& in, const DeviceFacts& device) {
-  const BackwardCosts& c = backward_costs_of(device);
+  const BackwardCosts c = backward_costs_of(device);
   return std::max(
       chain_memory_us(in, c.reverse_bytes),
       chains_us(in, c.reverse, static_cast<double>(in.sums.sequences),
