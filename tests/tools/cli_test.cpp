@@ -763,7 +763,7 @@ TEST_F(CliOnGpu, TimesGatedDeltaNet) {
 /// A forward in segments up to each of its launches; a forward that is not cut has one.
 TEST_F(CliOnGpu, TimesEveryLaunch) {
   const std::string of =
-      " --case '--tokens 200 --heads 1 --key-dim 64 --value-dim 64' --device cuda --json r.json";
+      " --case '--tokens 130 --heads 1 --key-dim 64 --value-dim 64' --device cuda --json r.json";
   const auto rows = [&](const std::string& options) {
     const Ran ran = kda("bench launches" + of + options);
     EXPECT_EQ(ran.exit_code, 0) << ran.err;
