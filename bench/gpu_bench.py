@@ -22,6 +22,7 @@ BENCHMARKS = {
     "delta-h": ["intra"],
     "context-parallel": ["context_parallel"],
     "lengths": ["lengths"],
+    "launches": ["short"],
     "decode": ["decode_gpu"],
     "backward": ["flagship", "gva"],
     "fused": ["flagship", "gva", "cudnn10", "streams", "gates", "sizes"],

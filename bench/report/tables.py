@@ -275,6 +275,31 @@ def table_gpu_segments():
             + source(report, peers))
 
 
+def launch_cell(times):
+    """us of the segments, of what the merge adds and the correction, and of all of it; of all alone where nothing is cut."""
+    if "to segment_scan" not in times:
+        return f'{times["all"]:.1f}'
+    scan, merged, whole = (times[what] for what in ("to segment_scan", "to segment_merge", "all"))
+    return f"{scan:.1f} + {merged - scan:.1f} + {whole - merged:.1f} = {whole:.1f}"
+
+
+def table_gpu_launches():
+    """Short calls of few heads: a case of bench/cases/short.txt a row. A card must have run it once."""
+    if not (RESULTS / "gpu_launches.json").exists():
+        return "No card has run `./dev gpu-bench launches` yet."
+    report, found, segments = load("gpu_launches"), {}, {}
+    for row in report["cases"]:
+        T, H, gates = re.fullmatch(r"--tokens (\d+) --heads (\d+) --regime (\S+)", row["case"]).groups()
+        found.setdefault((int(T), int(H)), {}).setdefault(gates, {})[row["what"]] = row["median_s"] * 1e6
+        segments[int(T), int(H)] = row["segments"]
+    kinds = list(next(iter(found.values())))
+    rows = [[f"{T:,}, {H}", f'{segments[T, H] or "none"}', *(cell for kind in kinds for cell in
+                                                           (f'{of[kind]["off"]:.1f}', launch_cell(of[kind])))]
+            for (T, H), of in found.items()]
+    head = ["tokens, heads", "segments", *sum(([f"{kind}: off", "segments + merge + correction"] for kind in kinds), [])]
+    return f"{gpu_head(report)}{markdown(head, rows)}{source(report)}"
+
+
 def cudnn_means(report):
     """Of cuDNN's time / libkda's over the cases of cuDNN's own comparison, by gates."""
     ratios = {}

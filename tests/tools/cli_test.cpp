@@ -764,6 +764,29 @@ TEST_F(CliOnGpu, TimesGatedDeltaNet) {
   EXPECT_EQ(row["implementation"], "cuda.sm90.gdn");
 }
 
+/// A forward in segments up to each of its launches; a forward that is not cut has one.
+TEST_F(CliOnGpu, TimesEveryLaunch) {
+  const std::string of =
+      " --case '--tokens 130 --heads 1 --key-dim 64 --value-dim 64' --device cuda --json r.json";
+  const auto rows = [&](const std::string& options) {
+    const Ran ran = kda("bench launches" + of + options);
+    EXPECT_EQ(ran.exit_code, 0) << ran.err;
+    std::vector<std::string> names;
+    const nlohmann::json report = nlohmann::json::parse(read("r.json"));
+    for (const auto& row : report["cases"]) {
+      EXPECT_EQ(row["segments"], row["what"] == "off" || options.empty() ? 0 : 3) << row;
+      EXPECT_GT(row["median_s"], 0.0);
+      names.push_back(row["what"]);
+    }
+    return names;
+  };
+  EXPECT_EQ(rows(""), (std::vector<std::string>{"off", "all"}));
+  if (test::device().compute_capability != 90) return;
+  const std::string one_pass = " --backend fused --context-parallel 3 --segment-method one-pass";
+  EXPECT_EQ(rows(one_pass),
+            (std::vector<std::string>{"off", "to segment_scan", "to segment_merge", "all"}));
+}
+
 TEST_F(CliOnGpu, TimesEveryStage) {
   const std::string forward =
       " --case '--tokens 130 --heads 1 --key-dim 64 --value-dim 64 --dtype bf16'";
@@ -797,8 +820,8 @@ TEST_F(Cli, MissingDevicesAndBackendsExitWithThree) {
   for (const char* command :
        {"run x.safetensors -o y.safetensors --device cuda", "check x.safetensors --device cuda",
         "run x.safetensors -o y.safetensors --backend nothing",
-        "check x.safetensors --backend sm90", "bench forward --device cuda",
-        "bench recompute-wu"}) {
+        "check x.safetensors --backend sm90", "bench forward --device cuda", "bench recompute-wu",
+        "bench launches --device cpu"}) {
     const Ran ran = kda(command);
     EXPECT_EQ(ran.exit_code, 3) << command;
     EXPECT_NE(ran.err, "");

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""policies_test.py KDA: what ./dev gpu-bench context-parallel reports of the published policies, without a GPU. Times
-and cards are made up; cases and plans are those of the program KDA."""
+"""policies_test.py KDA: what ./dev gpu-bench context-parallel reports of the published policies, and the table of
+./dev gpu-bench launches, without a GPU. Times and cards are made up; cases and plans are those of the program KDA."""
 import json
 import pathlib
 import stat
@@ -12,6 +12,8 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "bench"))
 import gpu_bench  # noqa: E402
+sys.path.insert(1, str(pathlib.Path(gpu_bench.__file__).parent / "report"))
+import tables  # noqa: E402
 
 KDA = pathlib.Path(sys.argv.pop(1)).resolve()
 CASES = ["--seq-lens 4K --heads 16", "--seq-lens 128K --heads 4", "--seq-lens 128K,1K --heads 4"]
@@ -78,6 +80,34 @@ class Policies(unittest.TestCase):
         text = gpu_bench.policy_table(json.loads(json.dumps(self.report)))
         self.assertIn(f"{CASES[1]} | 200.0 | 50.0 (", text)
         self.assertIn(f"declined by cula: {CASES[0]}: +5.0% beside off (cuda.cula; cula guard 1: ", text)
+
+
+class Launches(unittest.TestCase):
+    """The table of `./dev gpu-bench launches`, before and after a card has run it."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.results = pathlib.Path(folder.name)
+        self.addCleanup(setattr, tables, "RESULTS", tables.RESULTS)
+        tables.RESULTS = self.results
+
+    def test_before(self):
+        self.assertEqual(tables.table_gpu_launches(), "No card has run `./dev gpu-bench launches` yet.")
+
+    def test_after(self):
+        us = {"off": 48, "to segment_scan": 22, "to segment_merge": 30, "all": 42}
+        rows = [dict(case=f"--tokens 1024 --heads 4 --regime {kind}", what=what, median_s=us[what] * 1e-6, segments=4)
+                for kind in ("strong", "trained") for what in us]
+        rows += [dict(case=f"--tokens 2048 --heads 16 --regime {kind}", what=what, median_s=us[what] * 1e-6, segments=0)
+                 for kind in ("strong", "trained") for what in ("off", "all")]
+        (self.results / "gpu_launches.json").write_text(json.dumps(dict(
+            device="a card", driver="1", toolkit="13", date="2026-01-01", command="./dev gpu-bench launches",
+            families={}, copy_bytes_per_second=4e12, cases=rows)))
+        text = tables.table_gpu_launches()
+        cells = "48.0 | 22.0 + 8.0 + 12.0 = 42.0"
+        self.assertIn(f"| 1,024, 4 | 4 | {cells} | {cells} |", text)
+        self.assertIn("| 2,048, 16 | none | 48.0 | 42.0 | 48.0 | 42.0 |", text)
 
 
 if __name__ == "__main__":

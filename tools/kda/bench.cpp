@@ -64,6 +64,9 @@ struct BenchCommand {
     if (what == "lengths")
       throw Error(Status(StatusCode::kUnavailable,
                          "lengths: where they are makes a difference on a GPU (--device cuda)"));
+    if (what == "launches")
+      throw Error(Status(StatusCode::kUnavailable,
+                         "launches: a CPU has none; they are those of a GPU (--device cuda)"));
     const std::vector<std::string> texts = cases();
     for (const std::string& text : texts) case_options(text);
     BenchFiles files(json_path, csv_path);
@@ -86,6 +89,7 @@ struct BenchCommand {
                              : what == "decode"           ? "decode"
                              : what == "context-parallel" ? "cula"
                              : what == "lengths"          ? "lengths"
+                             : what == "launches"         ? "short"
                              : gpu                        ? "cudnn10"
                                                           : "cpu";
     for (const CaseFile& file : kCaseFiles)
@@ -171,7 +175,7 @@ void add_bench(CLI::App& app, const std::string& command) {
   c->command = command;
   add_choice(*sub, "what", &c->what,
              {"forward", "backward", "decode", "intra", "recompute-wu", "delta-h",
-              "context-parallel", "lengths"},
+              "context-parallel", "lengths", "launches"},
              "What to time")
       ->required();
   auto* set = add_choice(*sub, "--set", &c->set, BenchCommand::set_names(),
@@ -197,7 +201,7 @@ void add_bench(CLI::App& app, const std::string& command) {
   sub->footer(cat(
       R"(forward: the whole operation; backward: all its gradients; intra: gates, norms, in-chunk scores; delta-h: the state
 recurrence without outputs; context-parallel: segments on against off; decode: bandwidth; lengths: cu_seqlens on
-the host, on the GPU alone, and there without a cut.
+the host, on the GPU alone, and there without a cut; launches: of a forward in segments, the time after each one.
 GFLOP/s count the multiply-adds of the chunked form at chunk 16 (docs/performance.md).
 On a GPU: % of copy is of the rate of a large copy; "as many copied" is what copying as many
 bytes takes, timed the same way.

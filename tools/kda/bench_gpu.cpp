@@ -9,6 +9,8 @@
 #include "check/device.hpp"
 #include "core/layout.hpp"
 #include "core/text.hpp"
+#include "registry/rows.hpp"
+#include "run/run_rows.hpp"
 
 namespace kda::tools {
 namespace {
@@ -132,17 +134,52 @@ GpuRow GpuBench::time_run(const Case& c, const std::string& what, const PlanOpti
   Plan plan;
   throw_if_error(bounds ? make_plan_from_bounds(p, device_, options, &plan)
                         : make_plan(p, c.inputs.cu_seqlens, device_, options, &plan));
+  return time_plan(c, what, plan, [&](const Tensors& tensors, check::DeviceBuffer& workspace) {
+    return run(plan, tensors, workspace.data(), workspace.size());
+  });
+}
+
+template <class RunPlan>
+GpuRow GpuBench::time_plan(const Case& c, const std::string& what, const Plan& plan,
+                           RunPlan&& run_plan) {
   Tensors host = c.tensors();
-  if (bounds) host.cu_seqlens = c.inputs.cu_seqlens.data();
+  if (!plan.lengths_known) host.cu_seqlens = c.inputs.cu_seqlens.data();
   check::DeviceTensors copies(plan, host);
   check::DeviceBuffer workspace(plan.workspace_bytes), saved(plan.saved_bytes);
   const Tensors tensors = with_saved(copies.tensors(), saved);
   GpuRow row{c.name, what, plan.implementation, {}, total_bytes(c.inputs, c.outputs), 0, 0};
   row.segments = static_cast<int64_t>(plan.segments.size());
   row.bytes += static_cast<double>(saved.size());
-  row.timing =
-      time([&] { throw_if_error(run(plan, tensors, workspace.data(), workspace.size())); });
+  row.timing = time([&] { throw_if_error(run_plan(tensors, workspace)); });
   return row;
+}
+
+std::vector<GpuRow> GpuBench::time_launches(const Case& c, const PlanOptions& options) {
+  PlanOptions off = options;
+  off.context_parallel = SegmentPolicy::kOff;
+  std::vector<GpuRow> rows = {time_run(c, "off", off)};
+  Plan plan;
+  throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, options, &plan));
+  if (plan.segmented && plan.resolved.segment_method == SegmentMethod::kOnePass) {
+    // The backend's row without its last stages: what they would make is missing, the time is not.
+    registry::ForwardRow part = *registry::find_row(registry::forward_rows(), plan.implementation);
+    const registry::ForwardRow* const list[] = {&part};
+    const auto time_part = [&](const char* what) {
+      rows.push_back(
+          time_plan(c, what, plan, [&](const Tensors& tensors, check::DeviceBuffer& workspace) {
+            return run_rows::forward(list, plan, tensors, workspace.data(), workspace.size(),
+                                     nullptr);
+          }));
+    };
+    const auto merge = part.segments->merge;
+    part.segments->correct = [](const stage::SegmentCorrect&) { return Status(); };
+    part.segments->merge = [](const stage::SegmentMerge&) { return Status(); };
+    time_part("to segment_scan");
+    part.segments->merge = merge;
+    time_part("to segment_merge");
+  }
+  rows.push_back(time_run(c, "all", options));
+  return rows;
 }
 
 /// All gradients, from d_o, for a forward that keeps what `options` say.
@@ -339,6 +376,7 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   c.outputs = check::make_outputs(&p, p.v.dtype);
   if (what == "forward") return {time_run(c, what, plan_options)};
   if (what == "lengths") return time_lengths(c, plan_options);
+  if (what == "launches") return time_launches(c, plan_options);
   if (what == "backward") return time_both(c, plan_options);
   PlanOptions off = plan_options;
   off.context_parallel = SegmentPolicy::kOff;

@@ -48,6 +48,12 @@ class GpuBench {
   /// `bounds`: the plan does not know the lengths.
   GpuRow time_run(const Case& c, const std::string& what, const PlanOptions& options,
                   bool bounds = false);
+  /// The time of run_plan(plan, tensors, workspace) of a forward.
+  template <class RunPlan>
+  GpuRow time_plan(const Case& c, const std::string& what, const Plan& plan, RunPlan&& run_plan);
+  /// A forward without segments, and where one is cut and joined in one pass the times after each
+  /// of its launches; the last row is the whole forward.
+  std::vector<GpuRow> time_launches(const Case& c, const PlanOptions& options);
   /// A step of so many that lead every tail through a fold, and one in which all fold.
   std::vector<GpuRow> time_tails(const Case& c, const PlanOptions& options);
   std::vector<GpuRow> time_lengths(const Case& c, const PlanOptions& options);
