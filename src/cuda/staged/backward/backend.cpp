@@ -70,9 +70,9 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
   if (!declined.empty()) return builder.reason(std::move(declined));
   builder.cut({.automatic =
                    [&](const plan::Workload& work, CostEstimate* cost) {
-                     return auto_backward_partition(work, plan.device, plan.problem.num_heads,
-                                                    groups, builder.requested().spans,
-                                                    keeps_chunks(plan), cost);
+                     return auto_backward_partition(work, plan.device, groups,
+                                                    builder.requested().spans, keeps_chunks(plan),
+                                                    cost);
                    },
                .unit = kChunk});
   // Empty segments alone are not worth it: D is of the chains of whole sequences then.
@@ -143,8 +143,9 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   if (!plan.lengths_known || p.num_sequences == 0) return;
   const plan::Workload work = builder.workload();
   const CostInput in = cost_input(work, plan.device);
+  const BackwardModel model = backward_model(in, plan.device, groups, false, kept);
   builder.predict({.roofline_us = cuda::backward::least_us(in),
-                   .serial_us = backward_us(in, plan.device, p.num_heads, groups, {.kept = kept}),
+                   .serial_us = backward_us(model, in, {}),
                    .segmented_us = plan.cost.segmented_us});
 }
 
