@@ -8,6 +8,7 @@
 #include "cuda/recurrent/backward/backward.hpp"
 #include "cuda/segments/segment_merge.hpp"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
+#include "cuda/staged/backward/device_cut.hpp"
 #include "cuda/staged/backward/kernels.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/backward/reverse_merge.hpp"
@@ -26,7 +27,8 @@ struct Blocks {
   uint32_t* fallback_2;  ///< of the second phase
 };
 
-/// Memory that segments add; without any `count` is 0.
+/// Memory that segments add; without any `count` is 0. A cut on the device has as many places, some
+/// of which are empty.
 struct SegmentBlocks {
   int64_t count = 0;
   const int64_t* offsets = nullptr;  ///< [N + 1] segments before each sequence
@@ -37,6 +39,12 @@ struct SegmentBlocks {
   float *D = nullptr, *d_states = nullptr;              ///< dS behind segments
 };
 SegmentBlocks segments_of(const stage::Call& call, const SequenceMaps& maps);
+
+/// The maps of a cut on the device. With no such cut `units` is 0.
+CutMaps cut_maps_of(const stage::Call& call);
+/// What makes them.
+BackwardCutArgs cut_arguments(const stage::Call& call, const SequenceMap& map,
+                              const StateView& initial);
 
 /// A group of heads, which is a problem of its own: its tensors begin further on.
 struct Group {
@@ -51,6 +59,16 @@ struct Group {
 Group group_at(const stage::Call& call, const HeadGates<BackwardArgs>& all,
                const BackwardKernels& kernels, const SegmentBlocks& segments, int64_t first,
                int64_t heads);
+
+/// Of a cut on the device, a group for kernels of whole sequences, which are not to run if
+/// sequences are cut, and one for kernels of segments.
+struct CutFamilies {
+  CutFamilies(const Group& group, const CutMaps& maps);
+  CutFamilies(const CutFamilies&) = delete;  // groups refer to members
+  SegmentBlocks none;
+  BackwardKernels kernels;  ///< of segments
+  Group whole, cut;
+};
 
 /// chunk_intra.
 HeadGates<ChunkIntraArgs> intra_arguments(const Group& group);

@@ -63,6 +63,11 @@ inline HeadBytes head_bytes(const Plan& plan, int64_t chunks) {
 }
 inline HeadBytes head_bytes(const Plan& plan) { return head_bytes(plan, most_chunks(plan)); }
 
+/// Segments a sequence that are asked for; 0: none are, or another policy is.
+inline int64_t fixed_segments(const Plan& plan) {
+  return plan.requested.context_parallel == SegmentPolicy::kFixed ? plan.requested.num_segments : 0;
+}
+
 /// Are gradients wanted that tokens have from states and errors? Without them the chain from right
 /// to left is all of a backward: it makes dv and the gradient of the initial states.
 inline bool wants_tokens(const Gradients& g) {
