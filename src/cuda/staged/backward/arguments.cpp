@@ -175,6 +175,7 @@ SegmentBlocks segments_of(const stage::Call& call, const SequenceMaps& maps) {
     segments.sequences.chunk_offsets = cut.chunk_offsets;
     segments.initial_slots = cut.initial_slots;
     segments.sequence_slots = cut.sequence_slots;
+    segments.own_slots = cut.own_slots;
   } else {
     segments.count = maps.map.num_segments;
     segments.offsets = maps.segment_offsets;
@@ -228,6 +229,7 @@ HeadGates<ChunkIntraArgs> intra_arguments(const Group& group) {
 ChainArgs scan_arguments(const Group& group) {
   ChainArgs chain = chain_arguments(group);
   chain.M = group.segments.M, chain.B = group.segments.B;
+  chain.skip_empty = group.segments.own_slots != nullptr;
   return chain;
 }
 
@@ -279,6 +281,7 @@ ReverseArgs reverse_arguments(const Group& group) {
 ReverseArgs segments_d_arguments(const Group& group) {
   ReverseArgs reverse = d_over(group, group.segments.sequences);
   reverse.d_initial = reverse.initial = segment_states(group, group.segments.D);
+  reverse.d_initial.indices = reverse.initial.indices = group.segments.own_slots;
   return reverse;
 }
 

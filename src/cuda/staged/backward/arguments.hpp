@@ -34,6 +34,7 @@ struct SegmentBlocks {
   const int64_t* offsets = nullptr;  ///< [N + 1] segments before each sequence
   SequenceMap sequences;             ///< each segment a sequence
   int32_t *initial_slots = nullptr, *sequence_slots = nullptr;  ///< [count]
+  const int32_t* own_slots = nullptr;  ///< [count] of a cut on the device: -1 of an empty place
   /// These are a group's.
   float *M = nullptr, *B = nullptr, *states = nullptr;  ///< states before segments
   float *D = nullptr, *d_states = nullptr;              ///< dS behind segments

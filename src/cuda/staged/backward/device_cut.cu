@@ -181,6 +181,7 @@ struct Cutter {
       a.out.chunk_offsets[i] = chunk;
       if (i == a.out.units) break;
       a.out.segments[i] = tokens;
+      a.out.own_slots[i] = i < count ? static_cast<int32_t>(i) : -1;
       a.out.initial_slots[i] =
           first ? static_cast<int32_t>(state_slot(a.initial, tokens.sequence)) : -1;
       a.out.sequence_slots[i] = first ? static_cast<int32_t>(tokens.sequence) : -1;

@@ -27,12 +27,13 @@ struct CutMaps {
   int64_t *whole_cu_seqlens, *whole_chunk_offsets;  ///< [N + 1] for whole sequences: 0 if cut
   int32_t* initial_slots;   ///< [units] of first segments, as the initial states have it, else -1
   int32_t* sequence_slots;  ///< [units] of first segments their sequence, else -1
+  int32_t* own_slots;       ///< [units] its number, or -1 of an empty place
   int32_t* whole_slots;     ///< [N] the sequence, or -1 if cut
 };
 
 /// Words of 64 bits that they take.
 constexpr int64_t cut_maps_words(int64_t N, int64_t units) {
-  const int64_t slots = 2 * units + N;
+  const int64_t slots = 3 * units + N;
   return 4 * (N + 1) + 3 * units + 2 * (units + 1) + (slots + 1) / 2;
 }
 
@@ -53,7 +54,8 @@ inline CutMaps cut_maps(int64_t* words, int64_t N, int64_t units) {
   maps.whole_chunk_offsets = take(N + 1);
   maps.initial_slots = reinterpret_cast<int32_t*>(words);
   maps.sequence_slots = maps.initial_slots + units;
-  maps.whole_slots = maps.sequence_slots + units;
+  maps.own_slots = maps.sequence_slots + units;
+  maps.whole_slots = maps.own_slots + units;
   return maps;
 }
 

@@ -226,7 +226,7 @@ struct CutOnDevice {
   std::vector<int64_t> segment_offsets, cu_seqlens, chunk_offsets, cut_chunk_offsets,
       whole_cu_seqlens, whole_chunk_offsets;
   std::vector<cuda::TokenRange> segments;
-  std::vector<int32_t> initial_slots, sequence_slots, whole_slots;
+  std::vector<int32_t> initial_slots, sequence_slots, own_slots, whole_slots;
 
   CutOnDevice(const BackwardPlan& bounds, const std::vector<int64_t>& offsets,
               const std::vector<int64_t>& chunks) {
@@ -258,6 +258,7 @@ struct CutOnDevice {
     whole_chunk_offsets = read<int64_t>(out.whole_chunk_offsets, N + 1);
     initial_slots = read<int32_t>(out.initial_slots, units);
     sequence_slots = read<int32_t>(out.sequence_slots, units);
+    own_slots = read<int32_t>(out.own_slots, units);
     whole_slots = read<int32_t>(out.whole_slots, N);
   }
 };
@@ -281,6 +282,7 @@ void expect_same_cut(const Plan& plan, const CutOnDevice& device) {
     EXPECT_EQ(device.cu_seqlens[size(i)], got.begin) << i;
     EXPECT_EQ(device.cu_seqlens[size(i + 1)], got.end) << i;
     EXPECT_EQ(device.chunk_offsets[size(i)], chunks) << i;
+    EXPECT_EQ(device.own_slots[size(i)], i < count ? i : -1) << i;
     chunks += (got.end - got.begin + 63) / 64;
     if (i >= count) {
       EXPECT_EQ(got.begin, got.end) << i;
