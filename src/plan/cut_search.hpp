@@ -113,7 +113,7 @@ KDA_HOST_DEVICE Int num_segments_of(const CutLengths<Int>& lengths, Int chunks) 
   return chunks <= first ? 1 : 1 + ceil_div(chunks - first, lengths.others);
 }
 
-/// The same where `segments` are asked for.
+/// Segments of such a sequence where `segments` are asked for.
 template <class Int>
 KDA_HOST_DEVICE Int fixed_segments_of(Int segments, Int chunks) {
   return chunks <= 1 ? 1 : smaller(segments, chunks);

@@ -43,7 +43,7 @@ SegmentBlocks segments_of(const stage::Call& call, const SequenceMaps& maps);
 
 /// The maps of a cut on the device. With no such cut `units` is 0.
 CutMaps cut_maps_of(const stage::Call& call);
-/// What makes them.
+/// Arguments of the kernel that makes them.
 BackwardCutArgs cut_arguments(const stage::Call& call, const SequenceMap& map,
                               const StateView& initial);
 
@@ -61,7 +61,7 @@ Group group_at(const stage::Call& call, const HeadGates<BackwardArgs>& all,
                const BackwardKernels& kernels, const SegmentBlocks& segments, int64_t first,
                int64_t heads);
 
-/// Of a cut on the device, a group for kernels of whole sequences, which are not to run if
+/// For a cut on the device: a group for kernels of whole sequences, which are not to run if
 /// sequences are cut, and one for kernels of segments.
 struct CutFamilies {
   CutFamilies(const Group& group, const CutMaps& maps);

@@ -53,7 +53,7 @@ bool has_whole_rows(const std::optional<TensorDesc>& desc, DType type);
 /// Pure: the same answer for the plan's texts, its costs and its launches.
 BackwardKernels kernels_of(const Plan& plan, const Gradients& gradients);
 
-/// Of a plan whose sequences a kernel cuts: those of segments, where `whole` are those of sequences
+/// Kernels of segments in a plan whose sequences a kernel cuts, where `whole` are those of sequences
 /// that are not cut. Segments fill the card: no block of portable chains is narrow.
 BackwardKernels kernels_of_cut(const BackwardKernels& whole);
 
