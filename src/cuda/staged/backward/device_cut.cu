@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One block cuts a table of lengths:
 //   sums        of all lengths
-//   candidates  kLanes threads a number of segments: the time of that cut; of one segment, of none
+//   candidates  kLanes threads a number of segments: sums of that cut
+//   times       a thread a candidate, so that few warps divide in double; of one segment, of no cut
 //   walk        one thread goes through the numbers of segments, as best_partition() does
 //               (neither where a number of segments is asked for)
 //   offsets     segments before each sequence
@@ -29,7 +30,9 @@ static_assert(kTokens == kChunk);
 struct Shared {
   uint64_t sums[kWarps];
   int longest;
-  double us[kMost];  // of a cut into one segment more; [0]: uncut
+  // By number of segments, less one.
+  plan::Cut<int> cuts[kMost];
+  double us[kMost];  // [0]: uncut
   bool is_cut;
   int segment;  // chunks of a segment, by predicted times
 };
@@ -88,20 +91,30 @@ struct Cutter {
     return plan::cut_lengths(num_chunks(), segments, 1).others;
   }
 
-  __device__ void time_candidates() const {
+  /// Tokens of a segment; 0: uncut.
+  __device__ int tokens_of(int segments) const {
+    return segments > 1 ? chunks_of_segment(segments) * kTokens : 0;
+  }
+  __device__ void sum_candidates() const {
     const int segments = t / kLanes + 1, lane = t % kLanes;
     const bool exists = segments > 1 && segments <= num_chunks();
-    const int tokens = exists ? chunks_of_segment(segments) * kTokens : 0;
-    plan::Cut<int> part;
+    const int tokens = tokens_of(segments);
+    plan::Cut<int> cut;
 #pragma unroll 1
-    for (int n = lane; exists && n < N; n += kLanes) part.add(length(n), tokens, tokens);
-    BackwardCut how{tokens};
-    how.cut.segments = sum_of_lanes(part.segments);
-    how.cut.behind = sum_of_lanes(part.behind);
-    how.cut.tokens_behind = sum_of_lanes(part.tokens_behind);
-    how.cut.most = most_of_lanes(part.most);
-    if (lane == 0 && (exists || segments == 1))
-      s.us[segments - 1] = candidate_us(a.model, sizes, how);
+    for (int n = lane; exists && n < N; n += kLanes) cut.add(length(n), tokens, tokens);
+    cut.segments = sum_of_lanes(cut.segments);
+    cut.behind = sum_of_lanes(cut.behind);
+    cut.tokens_behind = sum_of_lanes(cut.tokens_behind);
+    cut.most = most_of_lanes(cut.most);
+    if (lane == 0) s.cuts[segments - 1] = cut;
+  }
+  __device__ void time_candidates() const {
+    const int segments = t + 1;
+    if (segments > plan::smaller(kMost, num_chunks())) return;
+    const plan::Cut<int>& cut = s.cuts[t];
+    s.us[t] = candidate_us(
+        a.model, sizes,
+        {tokens_of(segments), {cut.segments, cut.behind, cut.tokens_behind, cut.most}});
   }
   __device__ void walk() const {
     const double whole = s.us[0];
@@ -116,7 +129,11 @@ struct Cutter {
   __device__ void ask() const { s.is_cut = num_chunks() > 1; }
   __device__ void choose() const {
     if (sizes.sums.tokens == 0) return;
-    if (a.fixed_segments == 0) time_candidates();
+    if (a.fixed_segments == 0) {
+      sum_candidates();
+      __syncthreads();
+      time_candidates();
+    }
     __syncthreads();
     if (t == 0) a.fixed_segments == 0 ? walk() : ask();
     __syncthreads();
