@@ -45,6 +45,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/staged/backward/reverse_merge.cu
   src/cuda/segments/segment_merge.cu
   src/cuda/staged/backward/chunk_grad.cu
+  src/cuda/staged/backward/device_cut.cu
   src/cuda/staged/backward/finish.cu
   src/cuda/staged/chunk_delta_h_sm80.cu
   src/cuda/staged/chunk_intra.cu)
@@ -181,11 +182,12 @@ function(kda_add_cuda target)
   kda_include_cuda(${KDA_CUDA_HOST})
   kda_add_kernels(kda_cuda_objects "${KDA_CUDA_ARCHITECTURES}" ${KDA_CUDA_KERNELS})
   set(KDA_CUDA_OBJECTS kda_cuda_objects)
+  # Their times are the planner's, bit for bit (src/plan/cut_search.hpp).
+  set_property(SOURCE src/cuda/fused/device_cut.cu src/cuda/staged/backward/device_cut.cu
+               APPEND PROPERTY COMPILE_OPTIONS -fmad=false)
   set(portable "${KDA_CUDA_ARCHITECTURES}")
   if(KDA_CUDA_ARCHITECTURES MATCHES "90|all|native")
     kda_add_kernels(kda_cuda_objects_sm90a 90a-real ${KDA_CUDA_KERNELS_SM90A})
-    # Its times are the planner's, bit for bit (src/plan/cut_search.hpp).
-    set_property(SOURCE src/cuda/fused/device_cut.cu APPEND PROPERTY COMPILE_OPTIONS -fmad=false)
     list(APPEND KDA_CUDA_OBJECTS kda_cuda_objects_sm90a)
     set_property(SOURCE ${cuda_sources} APPEND PROPERTY COMPILE_DEFINITIONS KDA_WITH_SM90A)
     list(REMOVE_ITEM portable 90-real)

@@ -99,7 +99,8 @@ struct PlanOptions {
   bool spans = false;
   /// Bytes that segments may take in the workspace of a plan from bounds, on top of a run of whole
   /// sequences; with more such a plan never cuts. It depends on tokens and heads, never on lengths.
-  /// A plan from lengths needs no such limit: it books what its cut takes.
+  /// A plan from lengths needs no such limit: it books what its cut takes. A backward has that of
+  /// its forward.
   int64_t most_cut_bytes = kMostCutBytes;
 };
 

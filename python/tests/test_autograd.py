@@ -727,6 +727,19 @@ def test_a_hopper_keeps_states_and_errors(gates, sizes, cu_seqlens):
 
 
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("gates", ["log", "bounded"])
+@pytest.mark.parametrize("lengths", [[9000, 0, 300], [3200, 3000, 3100]])  # cut into segments, and whole
+def test_lengths_on_a_hopper_alone_have_the_bits_of_host_lengths(gates, lengths):
+    leaves = problem(gates, B=1, T=sum(lengths), N=len(lengths), H=2, HV=2, K=128, V=128)
+    leaves = {name: (t.detach().bfloat16() if name in ROWS else t.detach()).cuda().requires_grad_()
+              for name, t in leaves.items()}
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    on_gpu = gradients(chunk_kda, leaves, **flags_of(gates), cu_seqlens=cu.cuda())
+    on_host = gradients(chunk_kda, leaves, **flags_of(gates), cu_seqlens=cu.cuda(), cu_seqlens_cpu=cu)
+    assert all(torch.equal(on_gpu[name], on_host[name]) for name in leaves)
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
 def test_what_a_gpu_does_not_keep():
     rows = {name: t.detach().cuda() for name, t in problem(T=70).items()}  # K = 24 or so, in fp32
     with pytest.raises(ValueError, match="keep must be 0 or -1 on a GPU, got 64"):

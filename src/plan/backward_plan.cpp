@@ -124,6 +124,7 @@ Status make_backward_plan(const Plan& forward, const Gradients& gradients,
     wanted.context_parallel = forward.requested.context_parallel;
     wanted.num_segments = forward.requested.num_segments;
     wanted.spans = options.spans;
+    wanted.most_cut_bytes = forward.requested.most_cut_bytes;
     const Problem p = inputs_of(forward.problem);
     const bool lengths = forward.lengths_known || !p.cu_seqlens;
     const std::span<const int64_t> cu_seqlens =

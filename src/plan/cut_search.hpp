@@ -113,6 +113,12 @@ KDA_HOST_DEVICE Int num_segments_of(const CutLengths<Int>& lengths, Int chunks) 
   return chunks <= first ? 1 : 1 + ceil_div(chunks - first, lengths.others);
 }
 
+/// Segments of such a sequence where `segments` are asked for.
+template <class Int>
+KDA_HOST_DEVICE Int fixed_segments_of(Int segments, Int chunks) {
+  return chunks <= 1 ? 1 : smaller(segments, chunks);
+}
+
 /// Chunks of a sequence before segment `s` of `count`: the first one as long as it was asked for
 /// (0: as the others), the others as even as they go.
 template <class Int>

@@ -182,7 +182,7 @@ Partition best_partition(const Workload& work, const CutSearch& search, double* 
 
 int64_t num_segments_of(const Partition& partition, int64_t tokens, int64_t fixed_segments) {
   const int64_t chunks = ceil_div(tokens, partition.chunk_tokens);
-  if (fixed_segments > 0) return chunks <= 1 ? 1 : std::min(fixed_segments, chunks);
+  if (fixed_segments > 0) return fixed_segments_of(fixed_segments, chunks);
   return num_segments_of<int64_t>({partition.first_chunks, partition.segment_chunks}, chunks);
 }
 

@@ -15,7 +15,10 @@ namespace kda::cuda {
 namespace {
 
 plan::Workload work_of(const char* lengths, int64_t heads) {
-  return {.lengths = tools::parse_lengths(lengths), .num_value_heads = heads, .num_sms = 132};
+  return {.lengths = tools::parse_lengths(lengths),
+          .num_value_heads = heads,
+          .num_sms = 132,
+          .num_heads = heads};
 }
 
 plan::Partition staged_cut(const char* lengths, int64_t heads, CostEstimate* cost) {
@@ -155,7 +158,7 @@ TEST(StagedBackwardCost, TakesTheSegmentsThatWereMeasuredToBeBest) {
   const DeviceFacts device = gpu_facts(132);
   const auto cut = [&](const char* lengths, int64_t heads) {
     CostEstimate cost;
-    return staged::auto_backward_partition(work_of(lengths, heads), device, heads, {heads, 1},
+    return staged::auto_backward_partition(work_of(lengths, heads), device, {heads, 1},
                                            /*phases=*/false, /*kept=*/false, &cost);
   };
   EXPECT_EQ(cut("32K", 4).segment_chunks, 32);
@@ -163,9 +166,11 @@ TEST(StagedBackwardCost, TakesTheSegmentsThatWereMeasuredToBeBest) {
   EXPECT_FALSE(cut("8K", 64).on);
   const plan::Workload work = work_of("32K", 4);
   const CostInput in = cost_input(work, device);
+  const auto model = staged::backward_model(in, device, {4, 1}, false, false);
   for (const auto& [segments, us] : {std::pair{8, 612}, {11, 611}, {16, 577}}) {
     const int64_t tokens = (32768 / 64 + segments - 1) / segments * 64;
-    EXPECT_NEAR(staged::backward_us(in, device, 4, {4, 1}, {tokens}), us, 0.03 * us) << segments;
+    EXPECT_NEAR(staged::backward_us(model, in, {tokens, cut_of(in, tokens, tokens)}), us, 0.03 * us)
+        << segments;
   }
 }
 

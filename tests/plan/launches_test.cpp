@@ -336,6 +336,39 @@ TEST_F(Launches, AreThoseThatThePlanLists) {
   });
 }
 
+/// Backwards that may cut, and those that do not, from bounds; the zeros behind all are no stage.
+TEST_F(Launches, OfBackwardsWithLengthsOnTheDeviceAreThoseThatThePlanLists) {
+  Choices choices(19);
+  int cut = 0, both_chains = 0;
+  for (int i = 0; i < 400; ++i) {
+    Case x = random_case(choices, capability_);
+    Problem& p = x.problem;
+    if (!p.cu_seqlens || x.spans) continue;
+    Plan forward;
+    BackwardPlan plan;
+    if (!make_plan_from_bounds(p, x.device, x.options, &forward).ok()) continue;
+    if (forward.implementation.empty()) continue;
+    if (!make_backward_plan(forward, x.gradients, {}, &plan).ok()) continue;
+    Addresses at;
+    Tensors tensors = tensors_of(p, forward, at);
+    tensors.cu_seqlens = at.next();
+    const GradientTensors gradients = gradients_of(x.gradients, at);
+    const auto launches = launches_of(
+        [&] { return backward(plan, tensors, gradients, at.next(), plan.plan.workspace_bytes); });
+    const auto listed =
+        names_of(plan.plan.kernels, [](const KernelChoice& choice) { return choice.kernel; });
+    auto launched =
+        names_of(launches, [](const emulator::Launched& launch) { return launch.kernel; });
+    launched.erase("zero_rows");
+    EXPECT_EQ(listed, launched) << text_of(x) << "\n" << plan.to_text(true);
+    EXPECT_EQ(launched.count("backward_cut"), plan.plan.device_cut.on ? 1U : 0U) << text_of(x);
+    cut += plan.plan.device_cut.on ? 1 : 0;
+    both_chains += launched.count("backward_chains") > 0 && launched.count("backward_chains_fp16");
+  }
+  EXPECT_GE(cut, 5);
+  EXPECT_GE(both_chains, capability_ == 90 ? 2 : 0);
+}
+
 /// It is written out in front, and its gradient is added up behind, where kernels read a bias a
 /// channel.
 TEST_F(Launches, OfOneBiasAHeadAreThoseThatThePlanLists) {

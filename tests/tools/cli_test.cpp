@@ -180,6 +180,11 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
   EXPECT_EQ(groups.exit_code, 0) << groups.err;
   for (const char* text : {"chunk_reverse", "heads: one group", "cuda.sm80.staged"})
     EXPECT_NE(groups.out.find(text), std::string::npos) << text << groups.out;
+  const Ran bounds = kda("plan --heads 4 --seq-lens 32K --backward --device cuda --bounds");
+  EXPECT_EQ(bounds.exit_code, 0) << bounds.err;
+  for (const char* text :
+       {"by lengths on the device, at most 66 segments behind first ones", "segment_d_states"})
+    EXPECT_NE(bounds.out.find(text), std::string::npos) << text << bounds.out;
   const Ran windows = kda(gpu + " --backend recurrent");
   EXPECT_EQ(windows.exit_code, 0) << windows.err;
   EXPECT_NE(windows.out.find("backward_starts"), std::string::npos) << windows.out;

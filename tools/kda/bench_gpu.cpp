@@ -183,13 +183,16 @@ std::vector<GpuRow> GpuBench::time_launches(const Case& c, const PlanOptions& op
 }
 
 /// All gradients, from d_o, for a forward that keeps what `options` say.
-GpuRow GpuBench::time_backward(const Case& c, const std::string& what, const PlanOptions& options) {
+GpuRow GpuBench::time_backward(const Case& c, const std::string& what, const PlanOptions& options,
+                               bool bounds) {
   Plan forward;
   PlanOptions segments;
   segments.keep = options.keep;
   segments.context_parallel = options.context_parallel;
   segments.num_segments = options.num_segments;
-  throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, segments, &forward));
+  const Problem& p = c.inputs.problem;
+  throw_if_error(bounds ? make_plan_from_bounds(p, device_, segments, &forward)
+                        : make_plan(p, c.inputs.cu_seqlens, device_, segments, &forward));
   check::GradientBuffers gradients = check::make_gradients(
       c.inputs, {.d_final_state = false, .d_o_dtype = c.inputs.problem.v.dtype});
   BackwardPlan plan;
@@ -202,7 +205,9 @@ GpuRow GpuBench::time_backward(const Case& c, const std::string& what, const Pla
         run(forward, with_saved(with_outputs.tensors(), saved), room.data(), room.size()));
     check::synchronize_device();
   }
-  check::DeviceTensors copies(plan.plan, c.inputs.tensors());
+  Tensors host = c.inputs.tensors();
+  if (bounds) host.cu_seqlens = c.inputs.cu_seqlens.data();
+  check::DeviceTensors copies(plan.plan, host);
   check::DeviceGradients outputs(plan, gradients.tensors());
   check::DeviceBuffer workspace(plan.plan.workspace_bytes);
   const Tensors tensors = with_saved(copies.tensors(), saved);
@@ -331,14 +336,18 @@ std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& optio
           row("tail, all fold", all_fold, 2, kTailBoundary + tokens)};
 }
 
-/// Lengths on the host, on the device alone, and there without a cut.
+/// Lengths on the host, on the device alone, and there without a cut: forwards, then backwards.
 std::vector<GpuRow> GpuBench::time_lengths(const Case& c, const PlanOptions& options) {
   if (!c.inputs.problem.cu_seqlens)
     throw Error(invalid("lengths: '", c.name, "' has no --seq-lens"));
   PlanOptions uncut = options;
   uncut.context_parallel = SegmentPolicy::kOff;
-  return {time_run(c, "on the host", options), time_run(c, "on the device", options, true),
-          time_run(c, "on the device, not cut", uncut, true)};
+  return {time_run(c, "on the host", options),
+          time_run(c, "on the device", options, true),
+          time_run(c, "on the device, not cut", uncut, true),
+          time_backward(c, "backward, on the host", options),
+          time_backward(c, "backward, on the device", options, true),
+          time_backward(c, "backward, on the device, not cut", uncut, true)};
 }
 
 /// A forward and its backward; where a forward can keep states and errors of chunks, both once

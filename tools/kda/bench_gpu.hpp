@@ -57,7 +57,8 @@ class GpuBench {
   /// A step of so many that lead every tail through a fold, and one in which all fold.
   std::vector<GpuRow> time_tails(const Case& c, const PlanOptions& options);
   std::vector<GpuRow> time_lengths(const Case& c, const PlanOptions& options);
-  GpuRow time_backward(const Case& c, const std::string& what, const PlanOptions& options);
+  GpuRow time_backward(const Case& c, const std::string& what, const PlanOptions& options,
+                       bool bounds = false);
   std::vector<GpuRow> time_both(const Case& c, const PlanOptions& options);
 
   DeviceFacts device_;

@@ -72,6 +72,12 @@ struct PlanCommand {
     return card;
   }
 
+  Status forward_plan(const Problem& p, const std::vector<int64_t>& cu_seqlens,
+                      const DeviceFacts& facts, const PlanOptions& options, Plan* plan) const {
+    return bounds ? make_plan_from_bounds(p, facts, options, plan)
+                  : make_plan(p, cu_seqlens, facts, options, plan);
+  }
+
   /// Every gradient but those of states, dense, each of the type of its input, for a forward that
   /// keeps what `policy` says.
   Status backward_plan(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts,
@@ -80,7 +86,7 @@ struct PlanCommand {
     PlanOptions options = schedule.plan_options();
     options.keep = policy;
     Plan forward;
-    KDA_RETURN_IF_ERROR(make_plan(p, cu_seqlens, facts, options, &forward));
+    KDA_RETURN_IF_ERROR(forward_plan(p, cu_seqlens, facts, options, &forward));
     const Gradients gradients{.d_o = p.o,
                               .d_final_state = {},
                               .dq = p.q,
@@ -126,8 +132,7 @@ struct PlanCommand {
     const Problem p = problem(cu_seqlens.back());
     const PlanOptions options = schedule.plan_options();
     Plan plan;
-    throw_if_error(bounds ? make_plan_from_bounds(p, facts, options, &plan)
-                          : make_plan(p, cu_seqlens, facts, options, &plan));
+    throw_if_error(forward_plan(p, cu_seqlens, facts, options, &plan));
     print_report((json ? plan.to_json() : plan.to_text(explain)) + "\n");
   }
 };
@@ -163,8 +168,7 @@ void add_plan(CLI::App& app) {
   auto* backward = add_switch(*sub, "--backward", &c->backward,
                               "Plan the backward, on this CPU unless --device says else");
   add_switch(*sub, "--bounds", &c->bounds,
-             "Plan as if lengths were on the device alone: from their number and their sum")
-      ->excludes(backward);
+             "Plan as if lengths were on the device alone: from their number and their sum");
   add_whole<int64_t>(*sub, "--tail", &c->tail, kTailBoundary, kMaxTailRows,
                      "Plan a prefill into a pool of boundary states, with tails of so many rows")
       ->excludes(backward);
@@ -177,6 +181,7 @@ void add_plan(CLI::App& app) {
   kda plan --heads 4 --seq-lens 128K,10x1K --sms 152 --context-parallel cula --json
   kda plan --heads 8 --seq-lens 32K,1K --bounds --explain
   kda plan --heads 64 --seq-lens 8192 --compute-capability 86 --sms 84 --bandwidth 768 --explain
+  kda plan --heads 4 --seq-lens 32K --backward --device cuda --bounds --explain
   kda plan --heads 16 --seq-lens 8192 --backend staged --gate softplus --gate-dtype fp32
   kda plan --heads 16 --value-heads 32 --seq-lens 8192 --head-gates --head-map tiled --explain)");
   sub->callback([c, sub] {

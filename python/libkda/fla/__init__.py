@@ -109,8 +109,7 @@ _CUT_FROM = 8192  # tokens of a row: below, the bits of packed rows come before 
 
 def _packs_batches(function):
     """chunk_kda or chunk_gated_delta_rule: under autograd on a GPU, rows of a batch run as the same rows packed, where
-    no length is known on the host. So both forms have the same bits, as with FLA's kernels. A plan that knows the
-    lengths may cut them."""
+    no length is known on the host. So both forms have one cut and the same bits, as with FLA's kernels."""
     names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)

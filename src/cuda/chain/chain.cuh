@@ -100,6 +100,7 @@ struct Chain {
     if (kUse == ChainUse::kScan && a.skip_last &&
         tokens.end == sequence_range(a.map, tokens.sequence).end)
       return false;
+    if (kUse == ChainUse::kScan && a.skip_empty && tokens.begin == tokens.end) return false;
     transition = kUse == ChainUse::kScan && block >= v_blocks;
     if (transition) block -= v_blocks;
     column = block * kColumns + warp * 16;

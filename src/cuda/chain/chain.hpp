@@ -28,9 +28,10 @@ struct ChainArgs {
   int64_t checkpoint_every = 0;      ///< tokens; a multiple of 64 (16 in the fused kernel)
   const float* states_in = nullptr;  ///< [spans, HV, K, V] instead of `initial`
 
-  float* M = nullptr;      ///< scan: [spans, HV, K, K]
-  float* B = nullptr;      ///< scan: [spans, HV, K, V]
-  bool skip_last = false;  ///< scan: nothing follows the last segment of a sequence
+  float* M = nullptr;       ///< scan: [spans, HV, K, K]
+  float* B = nullptr;       ///< scan: [spans, HV, K, V]
+  bool skip_last = false;   ///< scan: nothing follows the last segment of a sequence
+  bool skip_empty = false;  ///< scan: no use of M and B of spans without tokens
 
   // States writes these and outputs reads them; they are swizzled like the factors. Errors writes E
   // where vn is; of both, columns past V of the last V tile too.

@@ -66,10 +66,14 @@ int64_t v_splits(const Plan& plan) {
   return plan.problem.value_dim >= 128 && 2 * units <= plan.device.num_sms ? 2 : 1;
 }
 
+int64_t bound_of_chunks(const Problem& p) {
+  if (!p.cu_seqlens) return p.num_sequences * ((p.num_tokens + kChunk - 1) / kChunk);
+  return p.num_tokens / kChunk + p.num_sequences;
+}
+
 int64_t most_chunks(const Plan& plan) {
   const Problem& p = plan.problem;
-  if (!p.cu_seqlens) return p.num_sequences * ((p.num_tokens + kChunk - 1) / kChunk);
-  if (!plan.lengths_known) return p.num_tokens / kChunk + p.num_sequences;
+  if (!p.cu_seqlens || !plan.lengths_known) return bound_of_chunks(p);
   int64_t chunks = 0;
   for (std::size_t n = 0; n + 1 < plan.cu_seqlens.size(); ++n)
     chunks += (plan.cu_seqlens[n + 1] - plan.cu_seqlens[n] + kChunk - 1) / kChunk;

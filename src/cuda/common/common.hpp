@@ -44,7 +44,9 @@ void list_sum_bias(plan::PlanBuilder& builder, const char* stage);
 /// Parts of V: each of two goes to an SM of its own while that fills idle ones.
 int64_t v_splits(const Plan& plan);
 
-/// Chunks of 64 tokens in the batch: exact with known lengths, else at most.
+/// Chunks of 64 tokens in the batch at most, by tokens and sequences alone.
+int64_t bound_of_chunks(const Problem& p);
+/// As many as there are with known lengths, else at most.
 int64_t most_chunks(const Plan& plan);
 
 extern const registry::DeviceChecks kDeviceChecks;

@@ -75,13 +75,13 @@ inline const Costs& costs_of(int64_t key_dim) { return key_dim <= 64 ? kK64Costs
 inline constexpr int64_t kMostTransitions = 2;
 
 /// `check_tokens` (0: none may): transitions may exit early, looked at so often.
-inline CutModel model_of(const CostInput& in, const Costs& c, int64_t check_tokens = 0) {
+inline CutModel model_of(const CostSizes& in, const Costs& c, int64_t check_tokens = 0) {
   const OnePassCosts& one = c.one_pass;
   const auto heads = static_cast<double>(in.num_value_heads);
   const double clusters =
       std::max(1.0, std::floor(static_cast<double>(in.num_sms) / static_cast<double>(c.sms)));
   const double size = static_cast<double>(in.value_dim) / 128;
-  CostInput token = in;
+  CostSizes token = in;
   token.sums.tokens = 1;
   return {.heads = heads,
           .clusters = clusters,
@@ -138,15 +138,7 @@ inline bool may_cut(const CutModel& m, int64_t num_tokens, int64_t num_sequences
 /// The model where lengths are not known.
 inline CutModel model_from_bounds(const Problem& p, const DeviceFacts& device,
                                   int64_t check_tokens) {
-  const CostInput in{.sums = {},
-                     .num_heads = p.num_heads,
-                     .num_value_heads = p.num_value_heads,
-                     .key_dim = p.key_dim,
-                     .value_dim = p.value_dim,
-                     .num_sms = device.num_sms,
-                     .bytes_per_second = device.memory_bytes_per_second,
-                     .lengths = {}};
-  return model_of(in, costs_of(p.key_dim), check_tokens);
+  return model_of(cost_sizes(p, device), costs_of(p.key_dim), check_tokens);
 }
 
 /// SegmentPolicy::kAuto in one pass of this kernel: the cut with the least predicted time, if it

@@ -13,6 +13,7 @@
 
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/segments/block_scan.cuh"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::sm90 {
@@ -42,32 +43,6 @@ struct Shared {
   Lengths chosen;
   CutHeader cut;
 };
-
-/// Sums or maxima of the values of all threads before this one, and of all.
-struct Scan {
-  uint64_t before, all;
-};
-__device__ __noinline__ Scan scan(uint64_t value, bool largest, uint64_t* sums) {
-  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const auto both = [&](uint64_t a, uint64_t b) { return largest ? max(a, b) : a + b; };
-#pragma unroll 1
-  for (int step = 1; step < 32; step *= 2) {
-    const uint64_t other = __shfl_sync(0xffffffff, value, (lane - step) & 31);
-    if (lane >= step) value = both(value, other);
-  }
-  const uint64_t left = __shfl_sync(0xffffffff, value, (lane - 1) & 31);
-  Scan result{lane > 0 ? left : 0, 0};
-  if (lane == 31) sums[warp] = value;
-  __syncthreads();
-#pragma unroll 1
-  for (int i = 0; i < kWarps; ++i) {
-    const uint64_t sum = sums[i];
-    if (i < warp) result.before = both(result.before, sum);
-    result.all = both(result.all, sum);
-  }
-  __syncthreads();
-  return result;
-}
 
 /// Called by all threads of the block.
 struct Cutter {
@@ -116,7 +91,8 @@ struct Cutter {
     if (t == 0 && a.map.flags) *a.map.flags = any_bad ? kBadSequences : 0;
     int64_t floor = begin > 0 && begin < end ? raw(begin - 1) : 0;
     if (any_bad)
-      floor = static_cast<int64_t>(scan(static_cast<uint64_t>(top), true, s.sums).before);
+      floor =
+          static_cast<int64_t>(block_scan<kWarps>(static_cast<uint64_t>(top), true, s.sums).before);
     int64_t previous = floor;
     int longest = 0;
     uint64_t counts = 0;  // chunks, and in the upper half sequences with tokens
@@ -133,7 +109,7 @@ struct Cutter {
       previous = value;
     }
     atomicMax(&s.longest, longest);
-    const Scan scanned = scan(counts, false, s.sums);
+    const Scan scanned = block_scan<kWarps>(counts, false, s.sums);
     auto offset = static_cast<uint32_t>(scanned.before);
     previous = floor;
 #pragma unroll 1
@@ -275,7 +251,7 @@ struct Cutter {
       atomicMax(&s.most_behind, behind);
       atomicMax(&s.longest_behind, plan::ceil_div(after, behind) * kTokens);
     }
-    const Scan scanned = scan(own, false, s.sums);
+    const Scan scanned = block_scan<kWarps>(own, false, s.sums);
     uint64_t before = scanned.before;
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {

@@ -9,28 +9,9 @@
 
 #include "cuda/common/common.hpp"
 #include "cuda/common/cost_model.hpp"
+#include "cuda/staged/chain_model.hpp"
 
 namespace kda::cuda::staged {
-
-/// A chain kernel: a block walks the chunks of one sequence or segment for 64 columns of a state.
-struct ChainCosts {
-  double few_ns;          ///< a token, while half of the SMs are idle
-  double alone_ns;        ///< a token, in a block with an SM for itself
-  double shared_ns;       ///< of SM time; blocks beside each other take turns
-  int64_t blocks_per_sm;  ///< at once
-  double fixed_us;        ///< launch, first loads, states in and out, of each round of blocks
-};
-
-struct Costs {
-  double intra_work_ns;  ///< chunk_intra: SM time of a token and value head
-  double intra_fixed_us;
-  double intra_bytes_per_token;  ///< of q, k, v, g and factors, a value head
-  ChainCosts forward, scan;
-  MergeCosts merge;
-  double factor_bytes_per_token;  ///< that the forward reads and writes, a value head
-  double factor_bandwidth;        ///< of the card's, that it reaches
-  double minimum_step;            ///< of the time with fewer segments, for more of them
-};
 
 /// Hopper's own chain kernels (chunk_delta_h_sm90.cu).
 inline constexpr Costs kSm90Costs = {
@@ -75,51 +56,10 @@ inline Costs costs_of(const DeviceFacts& device) {
   return c;
 }
 
-/// Time of chunk_intra. At K = V = 64 it was measured to be six tenths of that at K = V = 128.
-inline double intra_us(const CostInput& in, const Costs& c) {
-  const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
-  const double rows = total_tokens(in) * static_cast<double>(in.num_value_heads);
-  const double work =
-      rows / static_cast<double>(in.num_sms) * c.intra_work_ns * (0.2 + 0.8 * size) * 1e-3;
-  const double memory = rows * c.intra_bytes_per_token * size / in.bytes_per_second * 1e6;
-  return std::max(work, memory) + c.intra_fixed_us;
-}
-
-/// `chains` chains of `total` tokens a value head, `tiles` blocks each: the longest chain, or all
-/// of them in rounds of as many as fit, whichever is more.
-inline double chains_us(const CostInput& in, const ChainCosts& c, double chains, double longest,
-                        double total, int64_t tiles) {
-  if (chains == 0) return 0;
-  const auto sms = static_cast<double>(in.num_sms);
-  const double blocks = chains * static_cast<double>(in.num_value_heads * tiles);
-  const double at_once = sms * static_cast<double>(c.blocks_per_sm);
-  const auto token_ns = [&](double of_blocks) {
-    return 2 * blocks <= sms ? c.few_ns
-                             : std::max(c.alone_ns, c.shared_ns * rounds_of(of_blocks, sms));
-  };
-  // Most of a chunk is latency: five sixths of the time at K = 64.
-  const double size = (2 + static_cast<double>(in.key_dim) / 128) / 3;
-  const double us_per_ns = size * 1e-3, mean = total / chains;
-  const auto round_us = [&](double of_blocks) {
-    return of_blocks > 0 ? mean * token_ns(of_blocks) * us_per_ns + c.fixed_us : 0;
-  };
-  const double full = std::floor(blocks / at_once);
-  const double all = full * round_us(at_once) + round_us(blocks - full * at_once);
-  // Blocks beside the longest one slow it down while they last.
-  const double beside = std::min(mean, longest);
-  const double one =
-      (beside * token_ns(std::min(blocks, at_once)) + (longest - beside) * token_ns(1)) *
-          us_per_ns +
-      c.fixed_us;
-  return std::max(one, all);
-}
-
 /// The chains of the forward, or what memory needs for their factors and outputs.
 inline double forward_us(const CostInput& in, const Costs& c, double chains, double longest) {
-  const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
-  const double memory = total_tokens(in) * static_cast<double>(in.num_value_heads) *
-                        c.factor_bytes_per_token * size /
-                        (c.factor_bandwidth * in.bytes_per_second) * 1e6;
+  const double memory =
+      memory_us(in, c.factor_bytes_per_token, c.factor_bandwidth * in.bytes_per_second);
   return std::max(
       memory, chains_us(in, c.forward, chains, longest, total_tokens(in), tiles_of(in.value_dim)));
 }

@@ -18,10 +18,8 @@ inline constexpr double kChunkGradUs = 58;
 /// Launches of a window, and the ends of its chains.
 inline constexpr double kWindowUs = 15;
 
-inline double least_us(const CostInput& in) {
-  const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
-  return total_tokens(in) * static_cast<double>(in.num_value_heads) * kLeastBytes * size /
-         in.bytes_per_second * 1e6;
+inline double least_us(const CostSizes& in) {
+  return memory_us(in, kLeastBytes, in.bytes_per_second);
 }
 
 /// Chains of all sequences spread over the SMs, or the longest of them; a state more than once

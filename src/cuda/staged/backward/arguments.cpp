@@ -2,6 +2,7 @@
 #include "cuda/staged/backward/arguments.hpp"
 
 #include "cuda/launch/blocks.hpp"
+#include "cuda/staged/backward/cost.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/staged/launches.hpp"
 #include "plan/ledger.hpp"
@@ -143,22 +144,49 @@ ReverseArgs d_over(const Group& group, const SequenceMap& map) {
 
 }  // namespace
 
+CutMaps cut_maps_of(const stage::Call& call) {
+  const Plan& plan = *call.plan;
+  if (!plan.device_cut.on) return {};
+  const int64_t N = plan.problem.num_sequences;
+  return cut_maps(
+      static_cast<int64_t*>(plan::find_block(plan, call.workspace, block::kSegmentSequences)), N,
+      N + plan.device_cut.most_behind);
+}
+
+BackwardCutArgs cut_arguments(const stage::Call& call, const SequenceMap& map,
+                              const StateView& initial) {
+  const Plan& plan = *call.plan;
+  return {map, initial, model_from_bounds(plan, groups_of(plan)), fixed_segments(plan),
+          cut_maps_of(call)};
+}
+
 SegmentBlocks segments_of(const stage::Call& call, const SequenceMaps& maps) {
   SegmentBlocks segments;
-  if (!call.plan->segmented) return segments;
+  if (!call.plan->segmented && !call.plan->device_cut.on) return segments;
   const auto block = [&](std::string_view name) {
     return plan::find_block(*call.plan, call.workspace, name);
   };
-  segments.count = maps.map.num_segments;
-  segments.offsets = maps.segment_offsets;
-  auto* words = static_cast<int64_t*>(block(block::kSegmentSequences));
   segments.sequences = maps.map;
+  if (call.plan->device_cut.on) {
+    const CutMaps cut = cut_maps_of(call);
+    segments.count = cut.units;
+    segments.offsets = cut.segment_offsets;
+    segments.sequences.cu_seqlens = cut.cu_seqlens;
+    segments.sequences.chunk_offsets = cut.chunk_offsets;
+    segments.initial_slots = cut.initial_slots;
+    segments.sequence_slots = cut.sequence_slots;
+    segments.own_slots = cut.own_slots;
+  } else {
+    segments.count = maps.map.num_segments;
+    segments.offsets = maps.segment_offsets;
+    auto* words = static_cast<int64_t*>(block(block::kSegmentSequences));
+    segments.sequences.cu_seqlens = words;
+    segments.sequences.chunk_offsets = words + segments.count + 1;
+    segments.initial_slots = reinterpret_cast<int32_t*>(words + 2 * (segments.count + 1));
+    segments.sequence_slots = segments.initial_slots + segments.count;
+  }
   segments.sequences.num_sequences = segments.count;
-  segments.sequences.cu_seqlens = words;
-  segments.sequences.chunk_offsets = words + segments.count + 1;
   segments.sequences.segments = nullptr;
-  segments.initial_slots = reinterpret_cast<int32_t*>(words + 2 * (segments.count + 1));
-  segments.sequence_slots = segments.initial_slots + segments.count;
   segments.M = static_cast<float*>(block(stage::kSegmentM.name));
   segments.B = static_cast<float*>(block(stage::kSegmentB.name));
   segments.states = static_cast<float*>(block(stage::kSegmentStates.name));
@@ -175,6 +203,18 @@ Group group_at(const stage::Call& call, const HeadGates<BackwardArgs>& all,
   return {*call.plan, kernels, segments, args, blocks_of(call, args, group.first_value_head)};
 }
 
+CutFamilies::CutFamilies(const Group& group, const CutMaps& maps)
+    : kernels(kernels_of_cut(group.kernels)),
+      whole{group.plan, group.kernels, none, group.args, group.blocks},
+      cut{group.plan, kernels, group.segments, group.args, group.blocks} {
+  whole.args.map.cu_seqlens = maps.whole_cu_seqlens;
+  whole.args.map.chunk_offsets = maps.whole_chunk_offsets;
+  whole.args.d_initial.indices = maps.whole_slots;
+  cut.args.map.chunk_offsets = maps.cut_chunk_offsets;
+  cut.args.map.segments = maps.segments;
+  cut.args.map.num_segments = maps.units;
+}
+
 HeadGates<ChunkIntraArgs> intra_arguments(const Group& group) {
   const HeadGates<BackwardArgs>& args = group.args;
   HeadGates<ChunkIntraArgs> intra;
@@ -189,6 +229,7 @@ HeadGates<ChunkIntraArgs> intra_arguments(const Group& group) {
 ChainArgs scan_arguments(const Group& group) {
   ChainArgs chain = chain_arguments(group);
   chain.M = group.segments.M, chain.B = group.segments.B;
+  chain.skip_empty = group.segments.own_slots != nullptr;
   return chain;
 }
 
@@ -240,6 +281,7 @@ ReverseArgs reverse_arguments(const Group& group) {
 ReverseArgs segments_d_arguments(const Group& group) {
   ReverseArgs reverse = d_over(group, group.segments.sequences);
   reverse.d_initial = reverse.initial = segment_states(group, group.segments.D);
+  reverse.d_initial.indices = reverse.initial.indices = group.segments.own_slots;
   return reverse;
 }
 

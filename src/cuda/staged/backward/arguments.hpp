@@ -8,6 +8,7 @@
 #include "cuda/recurrent/backward/backward.hpp"
 #include "cuda/segments/segment_merge.hpp"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
+#include "cuda/staged/backward/device_cut.hpp"
 #include "cuda/staged/backward/kernels.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/backward/reverse_merge.hpp"
@@ -26,17 +27,25 @@ struct Blocks {
   uint32_t* fallback_2;  ///< of the second phase
 };
 
-/// Memory that segments add; without any `count` is 0.
+/// Memory that segments add; without any `count` is 0. A cut on the device has as many places, some
+/// of which are empty.
 struct SegmentBlocks {
   int64_t count = 0;
   const int64_t* offsets = nullptr;  ///< [N + 1] segments before each sequence
   SequenceMap sequences;             ///< each segment a sequence
   int32_t *initial_slots = nullptr, *sequence_slots = nullptr;  ///< [count]
+  const int32_t* own_slots = nullptr;  ///< [count] of a cut on the device: -1 of an empty place
   /// These are a group's.
   float *M = nullptr, *B = nullptr, *states = nullptr;  ///< states before segments
   float *D = nullptr, *d_states = nullptr;              ///< dS behind segments
 };
 SegmentBlocks segments_of(const stage::Call& call, const SequenceMaps& maps);
+
+/// The maps of a cut on the device. With no such cut `units` is 0.
+CutMaps cut_maps_of(const stage::Call& call);
+/// Arguments of the kernel that makes them.
+BackwardCutArgs cut_arguments(const stage::Call& call, const SequenceMap& map,
+                              const StateView& initial);
 
 /// A group of heads, which is a problem of its own: its tensors begin further on.
 struct Group {
@@ -51,6 +60,16 @@ struct Group {
 Group group_at(const stage::Call& call, const HeadGates<BackwardArgs>& all,
                const BackwardKernels& kernels, const SegmentBlocks& segments, int64_t first,
                int64_t heads);
+
+/// For a cut on the device: a group for kernels of whole sequences, which are not to run if
+/// sequences are cut, and one for kernels of segments.
+struct CutFamilies {
+  CutFamilies(const Group& group, const CutMaps& maps);
+  CutFamilies(const CutFamilies&) = delete;  // groups refer to members
+  SegmentBlocks none;
+  BackwardKernels kernels;  ///< of segments
+  Group whole, cut;
+};
 
 /// chunk_intra.
 HeadGates<ChunkIntraArgs> intra_arguments(const Group& group);

@@ -10,6 +10,7 @@
 #include "cuda/rows.hpp"
 #include "cuda/staged/backward/backend.hpp"
 #include "cuda/staged/backward/cost.hpp"
+#include "cuda/staged/backward/device_cut.hpp"
 #include "cuda/staged/backward/kernels.hpp"
 #include "cuda/staged/backward/launches.hpp"
 #include "cuda/staged/backward/sizes.hpp"
@@ -49,6 +50,8 @@ std::string decline_phases(const Plan& plan) {
   return cat("all heads at once would need more than ", kTwoPhaseBytes / 1e9, " GB");
 }
 
+constexpr const char* kNoFp16Segments = "segments declined: they begin from states of bf16 factors";
+
 /// Why sequences cannot be cut; empty if they can. Segments are sequences of one row of tokens.
 std::string decline_segments(const Problem& p, const Gradients& gradients) {
   if (p.cu_seqlens || p.batch == 1) return {};
@@ -59,20 +62,75 @@ std::string decline_segments(const Problem& p, const Gradients& gradients) {
   return {};
 }
 
+/// Bytes that so many segments take.
+std::size_t segment_bytes(const Problem& p, std::size_t heads, std::size_t segments) {
+  const auto K = static_cast<std::size_t>(p.key_dim), V = static_cast<std::size_t>(p.value_dim);
+  return heads * segments * (K * K + 4 * K * V) * sizeof(float);
+}
+
+/// Segments behind first ones that a kernel may make.
+int64_t most_behind_of(const Plan& plan, const BackwardModel& model) {
+  const Problem& p = plan.problem;
+  const int64_t fixed = fixed_segments(plan);
+  return fixed > 0 ? std::min(p.num_sequences * (fixed - 1), p.num_tokens / kChunk)
+                   : model.most_behind;
+}
+
+/// Why a kernel that knows the lengths does not cut; empty: it cuts where that is predicted to
+/// gain. By bounds alone, so that lengths never change what is launched.
+std::string decline_device_cut(const Plan& plan, const HeadGroups& groups) {
+  const Problem& p = plan.problem;
+  if (plan.requested.context_parallel == SegmentPolicy::kOff) return "off: asked for";
+  if (plan::asks_for_segments(plan.requested) && fixed_segments(plan) == 0)
+    return "segments of this policy need lengths on the host; not cut";
+  if (p.q.dtype == DType::kFloat16) return kNoFp16Segments;
+  if (p.batch_invariant) return "batch_invariant: not cut where only the device knows the lengths";
+  if (p.num_tokens > kMostDeviceCutTokens)
+    return cat(p.num_tokens, " tokens are more than a kernel counts; not cut");
+  const BackwardModel model = model_from_bounds(plan, groups);
+  if (fixed_segments(plan) == 1 || p.num_tokens == 0 || p.num_sequences == 0)
+    return "no sequence can be cut";
+  if (fixed_segments(plan) == 0 && !may_cut(model, p.num_tokens, p.num_sequences))
+    return cat("auto: no table of ", p.num_tokens, " tokens gains by a cut");
+  const std::size_t bytes =
+      segment_bytes(p, static_cast<std::size_t>(groups.heads * (p.num_value_heads / p.num_heads)),
+                    static_cast<std::size_t>(p.num_sequences + most_behind_of(plan, model)));
+  const auto most = static_cast<std::size_t>(plan.requested.most_cut_bytes);
+  if (bytes > most)
+    return cat("segments declined: a cut on the device takes ", bytes,
+               " bytes, more than most_cut_bytes = ", most, "; not cut");
+  return {};
+}
+
+/// Lets the device cut, with room for all that it may cut.
+void cut_on_device(plan::PlanBuilder& builder, const HeadGroups& groups) {
+  const Plan& plan = builder.plan();
+  std::string declined = decline_device_cut(plan, groups);
+  if (!declined.empty()) return builder.reason(std::move(declined));
+  const int64_t behind = most_behind_of(plan, model_from_bounds(plan, groups));
+  builder.cut_on_device(behind);
+  builder.reason(cat(fixed_segments(plan) > 0
+                         ? cat(fixed_segments(plan),
+                               " segments a sequence asked for (fewer where it has fewer chunks)")
+                         : "auto: a kernel cuts where that is predicted to gain",
+                     ", at most ", behind, " segments behind first ones"));
+}
+
 /// Cuts sequences by the policy asked for.
 void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
   const Plan& plan = builder.plan();
+  if (!plan.lengths_known) return cut_on_device(builder, groups);
   std::string declined;
   if (plan.problem.q.dtype == DType::kFloat16)
-    declined = "segments declined: they begin from states of bf16 factors";
+    declined = kNoFp16Segments;
   else if (builder.gradients())
     declined = decline_segments(plan.problem, *builder.gradients());
   if (!declined.empty()) return builder.reason(std::move(declined));
   builder.cut({.automatic =
                    [&](const plan::Workload& work, CostEstimate* cost) {
-                     return auto_backward_partition(work, plan.device, plan.problem.num_heads,
-                                                    groups, builder.requested().spans,
-                                                    keeps_chunks(plan), cost);
+                     return auto_backward_partition(work, plan.device, groups,
+                                                    builder.requested().spans, keeps_chunks(plan),
+                                                    cost);
                    },
                .unit = kChunk});
   // Empty segments alone are not worth it: D is of the chains of whole sequences then.
@@ -80,6 +138,26 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
       builder.requested().spans)
     builder.drop_segments();
   if (plan.segmented) builder.set_segment_method(SegmentMethod::kScanMergeForward);
+}
+
+/// Segments, or places for those that a kernel may make.
+void book_cut(plan::PlanBuilder& builder, std::size_t heads) {
+  const Plan& plan = builder.plan();
+  const Problem& p = plan.problem;
+  const int64_t N = p.num_sequences, places = N + plan.device_cut.most_behind;
+  if (!plan.segmented && !plan.device_cut.on) return;
+  const std::size_t segments =
+      plan.device_cut.on ? static_cast<std::size_t>(places) : plan.segments.size();
+  const std::size_t states = heads * segments;
+  const auto K = static_cast<std::size_t>(p.key_dim), V = static_cast<std::size_t>(p.value_dim);
+  builder.book(stage::kSegmentM.name, states, K * K * sizeof(float));
+  for (const char* name : {stage::kSegmentB.name, stage::kSegmentStates.name, block::kSegmentD,
+                           block::kSegmentDStates})
+    builder.book(name, states, K * V * sizeof(float));
+  builder.book(block::kSegmentSequences, 1,
+               plan.device_cut.on
+                   ? static_cast<std::size_t>(cut_maps_words(N, places)) * sizeof(int64_t)
+                   : 2 * (segments + 1) * sizeof(int64_t) + 2 * segments * sizeof(int32_t));
 }
 
 }  // namespace
@@ -127,24 +205,14 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   builder.book(block::kBackwardDz, heads, bytes.buffers.vn);
   builder.book(block::kParameterSums, heads, bytes.sums);
   if (bytes.scales > 0) builder.book(block::kOperandScales, heads, bytes.scales);
-  if (plan.segmented) {
-    const std::size_t states = heads * plan.segments.size();
-    const auto K = static_cast<std::size_t>(p.key_dim), V = static_cast<std::size_t>(p.value_dim);
-    builder.book(stage::kSegmentM.name, states, K * K * sizeof(float));
-    builder.book(stage::kSegmentB.name, states, K * V * sizeof(float));
-    builder.book(stage::kSegmentStates.name, states, K * V * sizeof(float));
-    builder.book(block::kSegmentD, states, K * V * sizeof(float));
-    builder.book(block::kSegmentDStates, states, K * V * sizeof(float));
-    builder.book(block::kSegmentSequences, 1,
-                 (2 * (plan.segments.size() + 1)) * sizeof(int64_t) +
-                     2 * plan.segments.size() * sizeof(int32_t));
-  }
+  book_cut(builder, heads);
   book_maps(builder);
   if (!plan.lengths_known || p.num_sequences == 0) return;
   const plan::Workload work = builder.workload();
   const CostInput in = cost_input(work, plan.device);
+  const BackwardModel model = backward_model(in, plan.device, groups, false, kept);
   builder.predict({.roofline_us = cuda::backward::least_us(in),
-                   .serial_us = backward_us(in, plan.device, p.num_heads, groups, {.kept = kept}),
+                   .serial_us = backward_us(model, in, {}),
                    .segmented_us = plan.cost.segmented_us});
 }
 

@@ -141,6 +141,7 @@ struct Errors {
   __device__ explicit Errors(const KernelArgs& args) : c(args.errors) {}
   __device__ int chunk_at(int turn) const { return turn; }
   __device__ static unsigned block(const KernelArgs& a) { return blockIdx.x - a.reverse_blocks; }
+  __device__ bool is_idle() const { return c.num_chunks == 0; }
 
   template <class Visit>
   __device__ void for_each_factor(int chunk, Stage& s, Visit&& visit) const {
@@ -210,6 +211,7 @@ struct Errors<__half, kK, Row> {
       : c(args.errors), v(args.v), scales(args.scales) {}
   __device__ int chunk_at(int turn) const { return turn; }
   __device__ static unsigned block(const KernelArgs& a) { return blockIdx.x - a.reverse_blocks; }
+  __device__ bool is_idle() const { return c.num_chunks == 0; }
 
   template <class Visit>
   __device__ void for_each_factor(int chunk, Stage& s, Visit&& visit) const {
@@ -292,6 +294,10 @@ struct Reverse {
       : c(args.reverse.chain), a(args.reverse), fallback(args.fallback), scales(args.scales) {}
   __device__ int chunk_at(int turn) const { return c.num_chunks - 1 - turn; }
   __device__ static unsigned block(const KernelArgs&) { return blockIdx.x; }
+  /// Without tokens the gradient before them, where it is wanted, is the one behind them.
+  __device__ bool is_idle() const {
+    return c.num_chunks == 0 && state_slot(c.a.final_state, c.tokens.sequence) < 0;
+  }
 
   template <class Visit>
   __device__ void for_each_factor(int chunk, Stage& s, Visit&& visit) const {
@@ -517,6 +523,7 @@ __device__ __forceinline__ void run(const KernelArgs& a) {
     const uint32_t* words = a.fallback + c.tile(0) * kFallbackWords;
     if ((words[0] | words[1]) == 0) return;
   }
+  if (pipeline.d.is_idle()) return;
   if (threadIdx.x == 0) pipeline.init_barriers();
   __syncthreads();
   if (warp < kChainThreads / 32)

@@ -16,8 +16,8 @@ namespace {
 /// factors. (A log gate may be positive: such chains are made again.) Scores of a small scale would
 /// lose bits, and X of a large one might not fit. Segments begin from the states of a scan, whose
 /// factors are in bf16.
-std::string decline_fp16(const Plan& plan) {
-  if (plan.segmented) return "segments begin from states of bf16 factors";
+std::string decline_fp16(const Plan& plan, bool segments) {
+  if (segments) return "segments begin from states of bf16 factors";
   return decline_fp16_factors(plan.problem);
 }
 
@@ -92,7 +92,9 @@ BackwardKernels kernels_of(const Plan& plan, const Gradients& gradients) {
   const Problem& p = plan.problem;
   const bool hopper = has_hopper_kernels(plan.device), tokens = wants_tokens(gradients);
   BackwardKernels kernels;
-  if (hopper) kernels.chains = decline_fp16(plan).empty() ? Chains::kWgmmaFp16 : Chains::kWgmma;
+  if (hopper)
+    kernels.chains =
+        decline_fp16(plan, plan.segmented).empty() ? Chains::kWgmmaFp16 : Chains::kWgmma;
   kernels.fp16_rows = p.q.dtype == DType::kFloat16;
   if (kernels.fp16_rows && tokens)
     kernels.grad = Grad::kHopper;
@@ -118,20 +120,33 @@ BackwardKernels kernels_of(const Plan& plan, const Gradients& gradients) {
   return kernels;
 }
 
+BackwardKernels kernels_of_cut(const BackwardKernels& whole) {
+  BackwardKernels kernels = whole;
+  if (whole.on_hopper()) kernels.chains = BackwardKernels::Chains::kWgmma;
+  kernels.may_fall_back = false;
+  kernels.narrow_heads = kernels.narrow_scan_heads = 0;
+  return kernels;
+}
+
 namespace {
 
-void list_segments(plan::PlanBuilder& builder, const BackwardKernels& kernels, int64_t chains) {
+/// Blocks of 64 columns of V.
+int64_t chains_of(const Problem& p, int64_t sequences) {
+  return sequences * p.num_value_heads * ((p.value_dim + kVTile - 1) / kVTile);
+}
+
+void list_segments(plan::PlanBuilder& builder, const BackwardKernels& kernels, int64_t segments) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
-  const int64_t HV = p.num_value_heads;
-  builder.stage("segment_scan", 2 * static_cast<int64_t>(plan.segments.size()) * HV,
-                "of each group: B and M of every segment");
+  const int64_t HV = p.num_value_heads, chains = chains_of(p, segments);
+  builder.stage("segment_scan", 2 * segments * HV, "of each group: B and M of every segment");
   builder.stage("chunk_reverse", chains, "of each group: D of every segment, from dS = 0");
   builder.stage("segment_merge", p.num_sequences * HV,
                 "of each group: states before segments, in order");
   builder.stage("reverse_merge", p.num_sequences * HV,
                 "of each group: dS behind segments, right to left");
-  builder.kernel("segment_scan", "segment_sequences", "each segment as a sequence, once a call");
+  if (plan.segmented)
+    builder.kernel("segment_scan", "segment_sequences", "each segment as a sequence, once a call");
   builder.kernel("segment_scan", kernels.scan.hopper ? "segment_scan_sm90" : "segment_scan");
   if (kernels.one_merge) {
     builder.kernel("chunk_reverse", "d_chains", "nothing but D is stored");
@@ -149,8 +164,10 @@ void list_segments(plan::PlanBuilder& builder, const BackwardKernels& kernels, i
   builder.kernel("reverse_merge", "reverse_merge");
 }
 
-void list_chains(plan::PlanBuilder& builder, const BackwardKernels& kernels, int64_t chains) {
+void list_chains(plan::PlanBuilder& builder, const BackwardKernels& kernels, int64_t sequences,
+                 bool of_segments) {
   const Plan& plan = builder.plan();
+  const int64_t chains = chains_of(plan.problem, sequences);
   const bool kept = plan.requested.keep == KeepPolicy::kChunks;
   const bool makes_errors = kernels.grad != BackwardKernels::Grad::kNone && !kept;
   if (makes_errors)
@@ -166,7 +183,7 @@ void list_chains(plan::PlanBuilder& builder, const BackwardKernels& kernels, int
       builder.kernel("chunk_reverse", "chunk_reverse");
       return;
     case BackwardKernels::Chains::kWgmma:
-      builder.kernel(stage, "backward_chains", cat("bf16: ", decline_fp16(plan)));
+      builder.kernel(stage, "backward_chains", cat("bf16: ", decline_fp16(plan, of_segments)));
       break;
     case BackwardKernels::Chains::kWgmmaFp16:
       builder.kernel(stage, "backward_chains_fp16", "norms and sigmoids bound its factors");
@@ -214,18 +231,27 @@ void list_grad(plan::PlanBuilder& builder, const BackwardKernels& kernels) {
 void list_backward(plan::PlanBuilder& builder, const BackwardKernels& kernels) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
-  const int64_t HV = p.num_value_heads;
-  const auto sequences =
-      plan.segmented ? static_cast<int64_t>(plan.segments.size()) : p.num_sequences;
-  const int64_t chains = sequences * HV * ((p.value_dim + kVTile - 1) / kVTile);
+  const int64_t HV = p.num_value_heads, N = p.num_sequences;
+  const bool fp16 = kernels.chains == BackwardKernels::Chains::kWgmmaFp16;
+  if (plan.device_cut.on) {
+    builder.stage("segment_cut", 1, "segments by lengths on the device, once a call");
+    builder.kernel("segment_cut", "backward_cut", "cuts, or leaves one family no work");
+  }
   builder.stage("chunk_intra", most_chunks(plan) * HV,
                 "of each group: factors of one (chunk, value head) a task");
-  const bool fp16 = kernels.chains == BackwardKernels::Chains::kWgmmaFp16;
   plan_expand_bias(builder, "chunk_intra");
   builder.kernel("chunk_intra", fp16 ? "chunk_intra_fp16" : "chunk_intra",
                  fp16 ? "factors in fp16, for the chains" : "factors in bf16, for the chains");
-  if (plan.segmented) list_segments(builder, kernels, chains);
-  list_chains(builder, kernels, chains);
+  if (plan.device_cut.on && fp16)
+    builder.kernel("chunk_intra", "chunk_intra", "factors in bf16, for chains of segments");
+  const auto segments = static_cast<int64_t>(plan.segments.size());
+  if (plan.segmented) list_segments(builder, kernels, segments);
+  list_chains(builder, kernels, plan.segmented ? segments : N, plan.segmented);
+  if (plan.device_cut.on) {
+    const BackwardKernels cut = kernels_of_cut(kernels);
+    list_segments(builder, cut, N + plan.device_cut.most_behind);
+    list_chains(builder, cut, N + plan.device_cut.most_behind, true);
+  }
   if (kernels.grad != BackwardKernels::Grad::kNone) list_grad(builder, kernels);
   if (!kernels.parameters) return;
   builder.stage("backward_parameters", HV, "of each group: sums for A_log and dt_bias, in order");

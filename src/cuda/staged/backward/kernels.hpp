@@ -53,6 +53,10 @@ bool has_whole_rows(const std::optional<TensorDesc>& desc, DType type);
 /// Pure: the same answer for the plan's texts, its costs and its launches.
 BackwardKernels kernels_of(const Plan& plan, const Gradients& gradients);
 
+/// Kernels of segments in a plan whose sequences a kernel cuts, where `whole` are those of
+/// sequences that are not cut. Segments fill the card: no block of portable chains is narrow.
+BackwardKernels kernels_of_cut(const BackwardKernels& whole);
+
 /// Whether Hopper's chunk_grad has kernels of these sizes.
 inline bool has_hopper_grad(int64_t key_dim, int64_t value_dim, int64_t value_heads_of_each) {
   return key_dim == value_dim && (key_dim == 128 || (key_dim == 64 && value_heads_of_each == 1));

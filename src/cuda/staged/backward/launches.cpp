@@ -47,6 +47,9 @@
 //   backward_chains, fallback    the call is in two phases: chains that fp16 could not finish, with bf16 factors
 //   backward_chains              no fp16: K, V other than 128, no norm, plain beta, an extreme scale, segments
 //   segment_sequences            segments, once a call: each as a sequence
+//   backward_cut                 behind sequence_map, where only the GPU knows the lengths of sequences that may gain
+//                                by a cut: it cuts. Then kernels of whole sequences and of segments are both launched,
+//                                and those of one family have nothing to do
 //   segment_scan_sm90, d_chains  segments: M, B; then D
 //   both_merges                  segments, one phase: states before them and dS behind them
 //   segment_merge_sm90,          the same in two phases, where they cannot be at once
@@ -195,21 +198,44 @@ const ChainArgs* wanted(const Group& group, const ChainArgs& errors) {
 
 // ---- the launches of a group, in order ---------------------------------------------------------
 
-Status run_whole(const Group& group, const Stream& on) {
+Status run_both_chains(const Group& group, const Stream& on) {
   const ChainArgs errors = errors_arguments(group);
+  return run_chains(group, wanted(group, errors), reverse_arguments(group), on);
+}
+
+Status run_whole(const Group& group, const Stream& on) {
   KDA_RETURN_IF_ERROR(run_intra(group, on));
-  KDA_RETURN_IF_ERROR(run_chains(group, wanted(group, errors), reverse_arguments(group), on));
+  KDA_RETURN_IF_ERROR(run_both_chains(group, on));
   KDA_RETURN_IF_ERROR(run_grad(group, on));
   return run_parameters(group, on);
 }
 
-Status run_segmented(const Group& group, const Stream& on) {
-  const ChainArgs errors = errors_arguments(group);
-  KDA_RETURN_IF_ERROR(run_intra(group, on));
+Status run_segment_chains(const Group& group, const Stream& on) {
   KDA_RETURN_IF_ERROR(run_scan(group, on));
   KDA_RETURN_IF_ERROR(run_chains(group, nullptr, segments_d_arguments(group), on));
   KDA_RETURN_IF_ERROR(run_merges(group, on));
-  KDA_RETURN_IF_ERROR(run_chains(group, wanted(group, errors), reverse_arguments(group), on));
+  return run_both_chains(group, on);
+}
+
+Status run_segmented(const Group& group, const Stream& on) {
+  KDA_RETURN_IF_ERROR(run_intra(group, on));
+  KDA_RETURN_IF_ERROR(run_segment_chains(group, on));
+  KDA_RETURN_IF_ERROR(run_grad(group, on));
+  return run_parameters(group, on);
+}
+
+/// The device cuts, or does not: chains of whole sequences and those of segments, of which one
+/// family has nothing to do. Where both read the same factors these are made once.
+Status run_device_cut(const Group& group, const CutMaps& maps, const Stream& on) {
+  const CutFamilies of(group, maps);
+  if (of.whole.kernels.chains == of.cut.kernels.chains) {
+    KDA_RETURN_IF_ERROR(run_intra(group, on));
+  } else {
+    KDA_RETURN_IF_ERROR(run_intra(of.whole, on));
+    KDA_RETURN_IF_ERROR(run_intra(of.cut, on));
+  }
+  KDA_RETURN_IF_ERROR(run_both_chains(of.whole, on));
+  KDA_RETURN_IF_ERROR(run_segment_chains(of.cut, on));
   KDA_RETURN_IF_ERROR(run_grad(group, on));
   return run_parameters(group, on);
 }
@@ -249,7 +275,10 @@ Status for_groups(const stage::Backward& b, bool prepared, Run&& run) {
   KDA_RETURN_IF_ERROR(set_gradients(b, maps, &given));
   HeadGates<BackwardArgs> all = with_head_gates(b, given);
   const SegmentBlocks segments = segments_of(b.call, maps);
-  if (segments.count > 0 && !prepared)
+  if (plan.device_cut.on)
+    KDA_RETURN_IF_ERROR(
+        launch_backward_cut(cut_arguments(b.call, maps.map, all.initial), {b.call.stream}));
+  else if (segments.count > 0 && !prepared)
     KDA_RETURN_IF_ERROR(launch_segment_sequences(
         sequences_arguments(maps.map, all.initial, segments), {b.call.stream}));
   all.sizes.pieces = pieces_of(b.call.problem);
@@ -288,7 +317,9 @@ Status copy_d(const Group& group, float* D, const Stream& on) {
 }  // namespace
 
 Status backward(const stage::Backward& b) {
-  return finish_groups(b, false, [](const Group& group, const Stream& on) {
+  const CutMaps maps = cut_maps_of(b.call);
+  return finish_groups(b, false, [&](const Group& group, const Stream& on) {
+    if (maps.units > 0) return run_device_cut(group, maps, on);
     return group.segments.count > 0 ? run_segmented(group, on) : run_whole(group, on);
   });
 }

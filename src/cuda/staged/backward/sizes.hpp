@@ -9,6 +9,7 @@
 #include "cuda/recurrent/backward/backward.hpp"
 #include "cuda/recurrent/backward/sizes.hpp"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
+#include "cuda/staged/backward/cut_model.hpp"
 #include "stage/buffers.hpp"
 
 namespace kda::cuda::staged {
@@ -41,24 +42,30 @@ static_assert(stage::kChunkBuffers[kNumFactors].bytes == &StageSizes::h);
 
 inline int64_t pieces_of(const Problem& p) { return cuda::pieces_of(p.batch * p.num_tokens); }
 
-inline HeadBytes head_bytes(const Plan& plan) {
+inline HeadBytes head_bytes(const Plan& plan, int64_t chunks) {
   const Problem& p = plan.problem;
   HeadBytes bytes;
-  bytes.buffers = stage::chunk_sizes(p, static_cast<std::size_t>(most_chunks(plan)));
+  bytes.buffers = stage::chunk_sizes(p, static_cast<std::size_t>(chunks));
   for (std::size_t i = 0; i < kNumFactors; ++i)
     bytes.factors += bytes.buffers.*stage::kChunkBuffers[i].bytes;
   const auto row = static_cast<std::size_t>(backward_row(backward_tile(p.key_dim).rows));
   bytes.rows = static_cast<std::size_t>(p.batch * p.num_tokens) * row * sizeof(float);
-  bytes.fallback = static_cast<std::size_t>(most_chunks(plan)) * kFallbackWords * sizeof(uint32_t);
+  bytes.fallback = static_cast<std::size_t>(chunks) * kFallbackWords * sizeof(uint32_t);
   if (plan.requested.spans) bytes.fallback *= 2;  // of each phase
   if (p.q.dtype == DType::kFloat16)
-    bytes.scales = static_cast<std::size_t>(most_chunks(plan) * kOperandKinds * kScaledColumns) *
-                   sizeof(float);
+    bytes.scales =
+        static_cast<std::size_t>(chunks * kOperandKinds * kScaledColumns) * sizeof(float);
   if (has_parameters(p)) {  // of pieces, or of chunks
-    const int64_t parts = std::max({pieces_of(p), most_chunks(plan), int64_t{1}});
+    const int64_t parts = std::max({pieces_of(p), chunks, int64_t{1}});
     bytes.sums = static_cast<std::size_t>(parts * (p.key_dim + 1)) * sizeof(double);
   }
   return bytes;
+}
+inline HeadBytes head_bytes(const Plan& plan) { return head_bytes(plan, most_chunks(plan)); }
+
+/// Segments a sequence that are asked for; 0: none are, or another policy is.
+inline int64_t fixed_segments(const Plan& plan) {
+  return plan.requested.context_parallel == SegmentPolicy::kFixed ? plan.requested.num_segments : 0;
 }
 
 /// Are gradients wanted that tokens have from states and errors? Without them the chain from right
@@ -67,18 +74,13 @@ inline bool wants_tokens(const Gradients& g) {
   return g.dq || g.dk || g.dg || g.dbeta || g.dA_log || g.ddt_bias;
 }
 
-/// q/k heads, with their value heads, in groups of `heads`; the last group may have fewer.
-struct HeadGroups {
-  int64_t heads = 1;
-  int64_t count = 1;
-};
-
 /// As few groups as `bytes` allow, of as even sizes as there are. Value heads of tiled q/k heads
-/// are no neighbours: they are one group.
+/// are no neighbours: they are one group. Chunks are counted by bounds, so that a plan from bounds
+/// has the groups of one from lengths.
 inline HeadGroups groups_within(const Plan& plan, double bytes) {
   const Problem& p = plan.problem;
   if (p.head_map == HeadMap::kTiled) return {p.num_heads, 1};
-  const double head = static_cast<double>(head_bytes(plan).all()) *
+  const double head = static_cast<double>(head_bytes(plan, bound_of_chunks(p)).all()) *
                       static_cast<double>(p.num_value_heads) / static_cast<double>(p.num_heads);
   const auto fit = static_cast<int64_t>(
       std::clamp(bytes / std::max(head, 1.0), 1.0, static_cast<double>(p.num_heads)));

@@ -451,8 +451,10 @@ void one_head(plan::PlanBuilder& builder) { cuda::staged::plan_backward_within(b
 /// Two of three q/k heads in a group, one in the last.
 void two_heads(plan::PlanBuilder& builder) {
   const Problem& p = builder.plan().problem;
-  const double head = static_cast<double>(cuda::staged::head_bytes(builder.plan()).all()) *
-                      static_cast<double>(p.num_value_heads / p.num_heads);
+  const double head =
+      static_cast<double>(
+          cuda::staged::head_bytes(builder.plan(), cuda::bound_of_chunks(p)).all()) *
+      static_cast<double>(p.num_value_heads / p.num_heads);
   cuda::staged::plan_backward_within(builder, 2.5 * head);
 }
 

@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs in Python that lengths are on the GPU alone: chunk_kda with a copy of them on the host and without one,
+prefill on a pool without one, and the backward of a training step with and without one. Times of the GPU and of the
+host, in microseconds, medians.
+
+    python3 bench/lengths_bench.py --binaries build --json bench/results/gpu_lengths_python.json
+
+Needs a GPU and the installed libkda package. `kda bench lengths` (./dev gpu-bench lengths) has the kernels alone.
+"""
+import argparse
+import pathlib
+import shlex
+import statistics
+import time
+
+import torch
+
+from report import evidence
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+D, REPEATS, HOST_CALLS = 128, 15, 40
+SLEEP_CYCLES = 4_000_000  # while the host launches: no gap is counted
+BACKWARDS = ("32K --heads 4",)  # cases of which a step's backward is timed too
+
+
+def cases():
+    """(name, lengths, heads) of bench/cases/lengths.txt."""
+    for line in (ROOT / "bench" / "cases" / "lengths.txt").read_text().splitlines():
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        lengths = []
+        for part in words[1].split(","):
+            count, _, tokens = part.rpartition("x")
+            lengths += [int(tokens.rstrip("K")) * (1024 if tokens.endswith("K") else 1)] * int(count or 1)
+        yield f"{words[1]} --heads {words[3]}", lengths, int(words[3])
+
+
+def inputs(tokens, heads):
+    normal = lambda *shape: torch.randn(*shape, device="cuda")
+    x = {n: normal(1, tokens, heads, D).bfloat16() for n in "qkvg"}
+    return dict(x, beta=normal(1, tokens, heads).bfloat16(), A_log=torch.zeros(heads, device="cuda"),
+                use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+                lower_bound=-5.0)
+
+
+def gpu_us(call):
+    times = []
+    for turn in range(REPEATS + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        if turn >= 3:
+            times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def host_us(call):
+    times = []
+    for _ in range(HOST_CALLS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def forwards(libkda, lengths, heads):
+    x = inputs(sum(lengths), heads)
+    cpu = torch.tensor([0, *lengths]).cumsum(0)
+    cu, N = cpu.cuda(), len(lengths)
+    pool, slots = torch.zeros(N, heads, D, D, device="cuda"), torch.arange(N, device="cuda", dtype=torch.int32)
+    call = lambda **lengths: libkda.chunk_kda(**x, output_final_state=True, cu_seqlens=cu, **lengths)
+    return {"host lengths": lambda: call(cu_seqlens_cpu=cpu), "GPU lengths": call,
+            "prefill": lambda: libkda.prefill(**x, pool=pool, slots=slots, cu_seqlens=cu)}
+
+
+def backwards(libkda, lengths, heads):
+    x = inputs(sum(lengths), heads)
+    leaves = [x[n].requires_grad_() for n in ("q", "k", "v", "g", "beta", "A_log")]
+    cpu = torch.tensor([0, *lengths]).cumsum(0)
+    cu = cpu.cuda()
+
+    def backward(**more):
+        o, _ = libkda.chunk_kda(**x, cu_seqlens=cu, **more)
+        d_o = torch.randn_like(o)
+        return lambda: torch.autograd.grad(o, leaves, d_o, retain_graph=True)
+
+    return {"backward, host lengths": backward(cu_seqlens_cpu=cpu), "backward, GPU lengths": backward()}
+
+
+def measure(libkda, name, lengths, heads):
+    times = lambda calls: {what: {"gpu_us": gpu_us(call), "host_us": host_us(call)} for what, call in calls.items()}
+    with torch.no_grad():
+        row = {"case": name} | times(forwards(libkda, lengths, heads))
+    if name in BACKWARDS:
+        row.update(times(backwards(libkda, lengths, heads)))
+    ratio = lambda a, b, kind: round(row[a][kind] / row[b][kind], 3)
+    row["GPU to host lengths"] = ratio("GPU lengths", "host lengths", "gpu_us")
+    row["prefill to chunk_kda"] = [ratio("prefill", "GPU lengths", kind) for kind in ("gpu_us", "host_us")]
+    if name in BACKWARDS:
+        row["backward, GPU to host lengths"] = ratio("backward, GPU lengths", "backward, host lengths", "gpu_us")
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--binaries", type=pathlib.Path, default=ROOT / "build",
+                        help="a folder with kernel_hashes.json of the build that the package has")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    import libkda
+    report = evidence.header(args.binaries, "lengths", "python3 bench/lengths_bench.py")
+    report.update(torch=torch.__version__, libkda=libkda.__version__, cases=[])
+    for name, lengths, heads in cases():
+        row = measure(libkda, name, lengths, heads)
+        report["cases"].append(row)
+        print(row, flush=True)
+        torch.cuda.empty_cache()
+    if args.json:
+        evidence.write(args.json, report)
+
+
+if __name__ == "__main__":
+    main()
