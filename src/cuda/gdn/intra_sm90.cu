@@ -11,6 +11,7 @@
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/recurrent/backward/gates.cuh"
 #include "cuda/tile/chunk_map.cuh"
 #include "cuda/tile/warp.cuh"
 
@@ -48,12 +49,13 @@ struct alignas(1024) Shared {
   float diag[kChunk];      // q . k of a token
 };
 
-template <class ElementT, int kChannels>
+template <class ElementT, int kChannels, class Args>
 struct Context {
   using T = ElementT;
   static constexpr int kK = kChannels;
+  static constexpr bool kForBackward = std::is_same_v<Args, BackwardIntraArgs>;
 
-  const HeadGates<IntraArgs>& a;
+  const Args& a;
   Shared<T, kK>& s;
   const ChunkTokens& chunk;
   const int q_head;
@@ -65,6 +67,10 @@ struct Context {
   __device__ int row() const { return warp() * 16 + lane() / 4; }
   /// First of its two columns of tile n.
   __device__ int column(int n) const { return n * 8 + lane() % 4 * 2; }
+  /// Of this chunk and a value head.
+  __device__ int64_t tile(int head) const {
+    return static_cast<int64_t>(a.q_heads.quotient(blockIdx.x)) * a.shape.HV + head;
+  }
 };
 
 // ---- once a q/k head
@@ -241,8 +247,36 @@ __device__ __forceinline__ float sum_before(float x, int lane) {
   return lane == 0 ? 0.0f : before;
 }
 
+/// A plain step below it has its gradient by another sum than dZ . E.
+constexpr float kSmallBeta = 0x1p-8f;
+
+/// Of this lane's tokens, once their sums are there.
 template <class C>
-__device__ void prepare_tokens(const C& c, const RawTokens& raw, TokenSums& sums) {
+__device__ void store_for_backward(const C& c, int head, const RawTokens& raw, float rate,
+                                   const TokenSums& sums) {
+  BackwardNumbers& to = c.a.numbers[c.tile(head)];
+  const bool plain = c.a.gate.beta_mode == BetaMode::kPlain;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = c.lane() * 2 + i;
+    const bool exists = token < c.chunk.count;
+    to.whole[token] = sums.whole[token], to.part[token] = sums.part[token];
+    to.beta[token] = sums.beta[token];
+    const backward::GateGradient slope =
+        backward::undo_gate(c.a.gate, float_of(raw.gate[i], c.a.g.type), raw.bias, rate, 1);
+    to.by_gate[token] = exists ? slope.raw : 0.0f;
+    to.by_A_log[token] = exists ? slope.A_log : 0.0f;
+    // Through the sigmoid beta cancels: beta' = beta sigmoid(-raw).
+    const float raw_beta = float_of(raw.beta[i], c.a.beta.type);
+    const float by_beta = !plain ? 1 / (1 + expf(raw_beta))
+                          : fabsf(sums.beta[token]) >= kSmallBeta ? 1 / sums.beta[token]
+                                                                  : 0.0f;
+    to.by_beta[token] = exists ? by_beta : 0.0f;
+  }
+}
+
+template <class C>
+__device__ void prepare_tokens(const C& c, int head, const RawTokens& raw, TokenSums& sums) {
   const float rate = expf(raw.A_log);
   float whole[2], part[2];
 #pragma unroll
@@ -261,6 +295,7 @@ __device__ void prepare_tokens(const C& c, const RawTokens& raw, TokenSums& sums
   };
   put(sums.whole, whole);
   put(sums.part, part);
+  if constexpr (C::kForBackward) store_for_backward(c, head, raw, rate, sums);
 }
 
 // ---- factors of a value head
@@ -343,7 +378,7 @@ __device__ void store_square(const T (&square)[kChunk][intra::kSquareStride], T*
 template <class C>
 __device__ void make_factors(const C& c, int head, const TokenSums& sums, const Scores& scores) {
   using T = typename C::T;
-  const int64_t tile = static_cast<int64_t>(c.a.q_heads.quotient(blockIdx.x)) * c.a.shape.HV + head;
+  const int64_t tile = c.tile(head);
   decay_scores(c, sums, scores);
   __syncthreads();
   if (c.warp() < kWarpsOfBlock / 2) {
@@ -351,6 +386,10 @@ __device__ void make_factors(const C& c, int head, const TokenSums& sums, const 
   } else {
     const int thread = c.tid - kThreads / 2;
     store_numbers(c, sums, c.a.made.numbers + tile, thread);
+    if constexpr (C::kForBackward) {
+      c.a.numbers[tile].q_norm[thread] = c.s.q_norm[thread];
+      c.a.numbers[tile].k_norm[thread] = c.s.k_norm[thread];
+    }
     store_square<kThreads / 2>(c.s.after.Aqk, static_cast<T*>(c.a.made.scores) + tile * kSquare,
                                thread);
   }
@@ -370,8 +409,10 @@ __device__ void run(const C& c) {
   load_rows(c);
   for (int first = 0; first < group; first += kWarpsOfBlock) {
     const int mine = first + c.warp();
-    if (mine < group)
-      prepare_tokens(c, RawTokens(c, value_head_of(c.a, c.q_head, mine)), c.s.sums[c.warp()]);
+    if (mine < group) {
+      const int head = value_head_of(c.a, c.q_head, mine);
+      prepare_tokens(c, head, RawTokens(c, head), c.s.sums[c.warp()]);
+    }
     if (first == 0) {
       ptx::cp_async_wait<0>();
       ptx::fence_async_proxy();
@@ -389,30 +430,35 @@ __device__ void run(const C& c) {
   }
 }
 
-template <class T, int kK>
+template <class T, int kK, class Args>
 __global__ void __launch_bounds__(kThreads, 4)
-    gdn_intra_kernel(const __grid_constant__ HeadGates<IntraArgs> a) {
+    gdn_intra_kernel(const __grid_constant__ Args a) {
   ptx::griddepcontrol_wait();
   const ChunkTokens chunk = chunk_tokens(a.map, a.q_heads.quotient(blockIdx.x));
   if (chunk.count == 0) return;
-  run(Context<T, kK>{a, *reinterpret_cast<Shared<T, kK>*>(ptx::dynamic_shared()), chunk,
-                     static_cast<int>(a.q_heads.remainder(blockIdx.x)),
-                     static_cast<int>(threadIdx.x)});
+  run(Context<T, kK, Args>{a, *reinterpret_cast<Shared<T, kK>*>(ptx::dynamic_shared()), chunk,
+                           static_cast<int>(a.q_heads.remainder(blockIdx.x)),
+                           static_cast<int>(threadIdx.x)});
 }
 
-template <class T, int kK>
-Status launch(const HeadGates<IntraArgs>& args, const Launch& where) {
+template <class T, int kK, class Args>
+Status launch(const char* name, const Args& args, const Launch& where) {
   constexpr auto kBytes = static_cast<int>(sizeof(Shared<T, kK>));
   static_assert(4 * (kBytes + 1024) <= 228 * 1024, "four blocks an SM");
-  return launch_kernel("gdn_intra_sm90", gdn_intra_kernel<T, kK>, args.num_chunks * args.shape.H,
+  return launch_kernel(name, gdn_intra_kernel<T, kK, Args>, args.num_chunks * args.shape.H,
                        kThreads, kBytes, where, args);
 }
 
 }  // namespace
 
 Status launch_intra(const HeadGates<IntraArgs>& args, const Launch& where) {
-  return args.shape.K <= 64 ? launch<__nv_bfloat16, 64>(args, where)
-                            : launch<__nv_bfloat16, 128>(args, where);
+  constexpr const char* kName = "gdn_intra_sm90";
+  return args.shape.K <= 64 ? launch<__nv_bfloat16, 64>(kName, args, where)
+                            : launch<__nv_bfloat16, 128>(kName, args, where);
+}
+
+Status launch_intra(const BackwardIntraArgs& args, const Launch& where) {
+  return launch<__nv_bfloat16, 128>("gdn_intra_sm90, backward", args, where);
 }
 
 }  // namespace kda::cuda::gdn
