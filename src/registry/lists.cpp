@@ -22,8 +22,8 @@ constexpr std::array<const DecodeRow*, 5> kDecode = {
 
 constexpr std::array<const BackwardRow*, 8> kBackward = {
     &cpu::blocked::kAvx512Backward, &cpu::blocked::kAvx2Backward, &cpu::blocked::kPortableBackward,
-    &cpu::oracle::kBackward,        &cuda::gdn::kBackward,    &cuda::staged::kFp16Backward, &cuda::staged::kBackward,
-    &cuda::recurrent::kBackward};
+    &cpu::oracle::kBackward,        &cuda::gdn::kBackward,        &cuda::staged::kFp16Backward,
+    &cuda::staged::kBackward,       &cuda::recurrent::kBackward};
 
 constexpr std::array<const LayerRow*, 2> kLayer = {&cpu::layer::kLayer, &cuda::layer::kLayer};
 

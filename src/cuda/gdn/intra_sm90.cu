@@ -268,7 +268,7 @@ __device__ void store_for_backward(const C& c, int head, const RawTokens& raw, f
     to.by_A_log[token] = exists ? slope.A_log : 0.0f;
     // Through the sigmoid beta cancels: beta' = beta sigmoid(-raw).
     const float raw_beta = float_of(raw.beta[i], c.a.beta.type);
-    const float by_beta = !plain ? 1 / (1 + expf(raw_beta))
+    const float by_beta = !plain                                  ? 1 / (1 + expf(raw_beta))
                           : fabsf(sums.beta[token]) >= kSmallBeta ? 1 / sums.beta[token]
                                                                   : 0.0f;
     to.by_beta[token] = exists ? by_beta : 0.0f;
@@ -431,8 +431,7 @@ __device__ void run(const C& c) {
 }
 
 template <class T, int kK, class Args>
-__global__ void __launch_bounds__(kThreads, 4)
-    gdn_intra_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(kThreads, 4) gdn_intra_kernel(const __grid_constant__ Args a) {
   ptx::griddepcontrol_wait();
   const ChunkTokens chunk = chunk_tokens(a.map, a.q_heads.quotient(blockIdx.x));
   if (chunk.count == 0) return;

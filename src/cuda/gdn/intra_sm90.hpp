@@ -18,7 +18,7 @@ struct IntraArgs : ChunkIntraArgs {
   Factors made;
 };
 
-/// And numbers for a backward. K > 64.
+/// And numbers for a backward, whose tiles of q and k have 128 columns whatever K is.
 struct BackwardIntraArgs : HeadGates<IntraArgs> {
   BackwardNumbers* numbers = nullptr;  ///< [tiles]
 };

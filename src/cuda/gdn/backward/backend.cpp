@@ -18,11 +18,8 @@
 namespace kda::cuda::gdn {
 namespace {
 
-std::string decline(const Problem& p) {
-  if (std::string reason = kForward.head.decline(p); !reason.empty()) return reason;
-  if (p.key_dim <= 64) return cat("K = ", p.key_dim, "; its backward needs more than 64");
-  return {};
-}
+/// Its kernels have tiles of 128 channels, whatever K is.
+std::string decline(const Problem& p) { return kForward.head.decline(p); }
 
 std::string decline_gradients(const Gradients& g) {
   for (const auto& [name, desc] :
@@ -46,7 +43,8 @@ void list(plan::PlanBuilder& builder, int64_t chunks, bool tokens) {
   builder.kernel(tokens ? "chunk_delta_h" : "chunk_reverse", "gdn_backward_chains_sm90");
   if (!tokens) return;
   builder.kernel("chunk_reverse", "gdn_backward_chains_sm90", "both directions at once");
-  builder.stage("chunk_grad", chunks * HV, "dq, dk, dg, dbeta of a chunk, with norms, gates, steps");
+  builder.stage("chunk_grad", chunks * HV,
+                "dq, dk, dg, dbeta of a chunk, with norms, gates, steps");
   builder.kernel("chunk_grad", "gdn_chunk_grad_sm90");
   const Gradients& wanted = *builder.gradients();
   if (!wanted.dA_log && !wanted.ddt_bias) return;

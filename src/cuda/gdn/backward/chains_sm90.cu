@@ -221,9 +221,7 @@ struct Reverse {
   __device__ void finish() { reverse::store_gradient(c, a.right_to_left.initial); }
 
   /// Whether rows of dv are what dZ is.
-  __device__ bool dv_is_dz() const {
-    return c.a.o.type == Element::kBFloat16 && c.a.o.whole_words;
-  }
+  __device__ bool dv_is_dz() const { return c.a.o.type == Element::kBFloat16 && c.a.o.whole_words; }
 
   __device__ void begin_stores(int chunk, const Stage& s) const {
     if (!c.a.h) return;  // no gradient is wanted that needs them

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chains of a backward of Gated DeltaNet, from the factors of its forward (gdn/factors.hpp):
-//   from left to right   Z = v - row_k (k S);  E = Z + (T' - I) Z;  S = exp(G_end) S + k^T (col_k E)
-//   from right to left   X = col_k (k dS) + A^T d_o + diag d_o;  dZ = X + (T' - I)^T X
+//   from left to right   Z = v - row_k (k S);  E = Z + (T' - I) Z;  S = exp(G_end) S + k^T (col_k
+//   E) from right to left   X = col_k (k dS) + A^T d_o + diag d_o;  dZ = X + (T' - I)^T X
 //                        dS = exp(G_end) dS + q^T (row_q d_o) - k^T (row_k dZ)
 // A holds the steps of its columns, and so do diag and col_k. dZ is dv.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace kda::cuda::gdn {
 
-/// 64 < K <= 128; bf16 rows of v and d_o, aligned to 16 bytes. `factors` of both are not used.
+/// K <= 128; bf16 rows of v and d_o, aligned to 16 bytes. `factors` of both are not used.
 struct BackwardChainsArgs {
   Shape shape;
   /// From left to right: leaves S0^T in h and E in vn. Without h only its flags are written.

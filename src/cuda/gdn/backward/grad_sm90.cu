@@ -47,25 +47,25 @@ enum Share { kQueries, kKeys, kColumns, kShares };
 /// Numbers of a value head that the next one may write while they are read.
 struct Tokens {
   float shares[kShares][kGroups][kChunk];
-  float product[kChunk];     // dZ . E
-  float own_score[kChunk];   // p_jj q_j . k_j
+  float product[kChunk];              // dZ . E
+  float own_score[kChunk];            // p_jj q_j . k_j
   float trace[kComputeThreads / 32];  // of <S0, dS>
 };
 
 struct alignas(1024) Shared {
   chain::Ring<Stage, 2> ring;
   T q[kChunk * kK], k[kChunk * kK];
-  T pairs[kGroups][kSquare];  // p_ij beta_j; r_ij beta_j; then rows of dq, of dk
+  T pairs[kGroups][kSquare];             // p_ij beta_j; r_ij beta_j; then rows of dq, of dk
   float M[kGroups][kChunk][kChunk + 1];  // then sums over later rows, of its upper and lower half
   struct {
     Numbers numbers;
     BackwardNumbers tokens;
   } of_head[2];
   Tokens tokens[2];
-  float own[kChunk];                     // p_ii beta_i, of all value heads
-  float along[2][kGroups][kChunk];       // q . dq', k . dk'
-  float rows[kGroups][2][kChunk];        // sums of beta_j M_ij over rectangles
-  float columns[kGroups][kChunk];        // sums of M_ij over rows
+  float own[kChunk];                // p_ii beta_i, of all value heads
+  float along[2][kGroups][kChunk];  // q . dq', k . dk'
+  float rows[kGroups][2][kChunk];   // sums of beta_j M_ij over rectangles
+  float columns[kGroups][kChunk];   // sums of M_ij over rows
   ptx::Mbarrier head_full[2], head_empty[2], rows_full, rows_empty;
 };
 
@@ -210,7 +210,7 @@ __device__ __forceinline__ void clear(Square& x) {
 struct Compute {
   const Args& a;
   Shared& s;
-  const int tid, group, warp, lane;  // the warp in its group
+  const int tid, group, warp, lane;    // the warp in its group
   int turn = 0, heads = 0, units = 0;  // so far
 
   __device__ Compute(const Args& args, Shared& shared)
@@ -464,8 +464,8 @@ struct Compute {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = lane * 2 + i;
-      const float inside = (s.rows[0][0][token] + s.rows[0][1][token]) +
-                           (s.rows[1][0][token] + s.rows[1][1][token]);
+      const float inside =
+          (s.rows[0][0][token] + s.rows[0][1][token]) + (s.rows[1][0][token] + s.rows[1][1][token]);
       const float dG = n.last * trace + from.x[i] + before.x[i] + inside;
       const float dg = backward::product_or_zero(of.by_gate[token], dG);
       const bool exists = token < chunk.count;
@@ -491,8 +491,8 @@ struct Compute {
     const Tokens& t = tokens();
     if (a.gate.beta_mode != BetaMode::kPlain || of.by_beta[token] != 0)
       return t.product[token] * of.by_beta[token];
-    const float to_end = ptx::ex2((of.whole[kChunk - 1] - of.whole[token]) +
-                                  (of.part[kChunk - 1] - of.part[token]));
+    const float to_end =
+        ptx::ex2((of.whole[kChunk - 1] - of.whole[token]) + (of.part[kChunk - 1] - of.part[token]));
     return to_end * of.k_norm[token] * k_column + s.columns[0][token] + s.columns[1][token] +
            t.own_score[token];
   }
@@ -626,8 +626,7 @@ struct Compute {
     Square dq, dk;
     Norms norms;
     clear(dq), clear(dk);
-    for (int member = 0; member < members; ++member)
-      run_head(unit, chunk, member, norms, dq, dk);
+    for (int member = 0; member < members; ++member) run_head(unit, chunk, member, norms, dq, dk);
     finish_rows(unit, chunk, norms, dq, dk);
     ++units;
   }
