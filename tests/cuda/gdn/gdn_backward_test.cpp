@@ -141,6 +141,11 @@ TEST_F(GdnBackward, LengthsAroundChunks) {
         test::gdn::name_of(gates));
 }
 
+TEST_F(GdnBackward, NoTokens) {
+  const Inputs inputs = test::gdn::inputs_of({.lengths = {0, 0}, .K = 128, .V = 128, .bias = true});
+  expect_within(inputs, "no tokens");
+}
+
 TEST_F(GdnBackward, ValueHeadsOfAQueryHead) {
   for (const int64_t of_each : {3, 5})
     for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled})

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm90.gdn: what it serves and how it plans. Its launches:
 // cuda/gdn/backward/launches.cpp.
+#include <algorithm>
+
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
@@ -77,7 +79,9 @@ void plan_backward(plan::PlanBuilder& builder) {
   builder.book(block::kChunkDStates, values, kStateBytes);
   builder.book(block::kBackwardErrors, values, kValueBytes);
   builder.book(block::kBackwardDz, values, kValueBytes);
-  if (has_parameters(p)) builder.book(block::kParameterSums, tiles, 2 * sizeof(double));
+  // Without a chunk too: the sums of none are written as zeros.
+  if (has_parameters(p))
+    builder.book(block::kParameterSums, std::max<std::size_t>(tiles, 1), 2 * sizeof(double));
 }
 
 }  // namespace

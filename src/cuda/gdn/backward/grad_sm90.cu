@@ -3,13 +3,15 @@
 //
 // Roles: two warpgroups compute, with 64 of 128 channels each and all 64 tokens as rows of their
 // accumulators; the first also has P and q k^T, the second R and k k^T. Two warps copy tiles of 64
-// columns of V into a ring of two stages, and q, k and numbers beside it.
+// columns of V into a ring of two stages, and q, k and numbers beside it. Two more finish numbers
+// of tokens (dg, dbeta, sums for parameters) while the next value head is under way.
 //
 // Barriers
 //   ring          full: tiles of V are there; empty: they were read
 //   head_full[2]  numbers of a value head are there;   head_empty[2]  they were read
 //   rows_full     q and k are there;                   rows_empty     they were read
-//   bar.sync 1    threads that compute;   2, 3: a warpgroup of them
+//   M_full        M and what tokens sum are there;     M_empty        M was read
+//   bar.sync 1    threads that compute;   2, 3: a warpgroup of them;   4: threads that finish
 #include "cuda/gdn/backward/grad_sm90.hpp"
 
 #include "cuda/chain/products_sm90.cuh"
@@ -31,7 +33,8 @@ using T = __nv_bfloat16;
 using Args = HeadGates<GradArgs>;
 constexpr int kK = kMostK, kChannels = 64;  // all, and those of a warpgroup
 constexpr int kGroups = 2, kGroupThreads = 128, kComputeThreads = kGroups * kGroupThreads;
-constexpr int kCopiers = 64, kThreads = kComputeThreads + 128;
+constexpr int kCopiers = 64, kFinishers = kChunk,
+              kThreads = kComputeThreads + kCopiers + kFinishers;
 constexpr int kComputeRegisters = 232, kCopierRegisters = 40;
 constexpr int kHalf = kChunk * kChannels;  // elements of a tile's 64 columns
 using Square = float[8][4];                // [64, 64] of a warpgroup
@@ -56,7 +59,7 @@ struct alignas(1024) Shared {
   chain::Ring<Stage, 2> ring;
   T q[kChunk * kK], k[kChunk * kK];
   T pairs[kGroups][kSquare];             // p_ij beta_j; r_ij beta_j; then rows of dq, of dk
-  float M[kGroups][kChunk][kChunk + 1];  // then sums over later rows, of its upper and lower half
+  float M[kGroups][kChunk][kChunk + 1];  // of p; of r. Then sums of both over later rows
   struct {
     Numbers numbers;
     BackwardNumbers tokens;
@@ -64,9 +67,9 @@ struct alignas(1024) Shared {
   Tokens tokens[2];
   float own[kChunk];                // p_ii beta_i, of all value heads
   float along[2][kGroups][kChunk];  // q . dq', k . dk'
-  float rows[kGroups][2][kChunk];   // sums of beta_j M_ij over rectangles
-  float columns[kGroups][kChunk];   // sums of M_ij over rows
-  ptx::Mbarrier head_full[2], head_empty[2], rows_full, rows_empty;
+  float inside[kChunk];             // sums of beta_j M_ij over rectangles
+  float columns[kChunk];            // sums of M_ij over rows
+  ptx::Mbarrier head_full[2], head_empty[2], rows_full, rows_empty, M_full, M_empty;
 };
 
 /// Chunks and q/k heads, the chunk's after each other: all, and those that exist, which come first.
@@ -92,10 +95,12 @@ __device__ __forceinline__ int v_tiles_of(const Args& a) {
 __device__ __forceinline__ void init_barriers(Shared& s) {
   for (int i = 0; i < 2; ++i) {
     ptx::mbarrier_init(s.head_full[i], 1);
-    ptx::mbarrier_init(s.head_empty[i], kComputeThreads);
+    ptx::mbarrier_init(s.head_empty[i], kComputeThreads + kFinishers);
   }
   ptx::mbarrier_init(s.rows_full, 1);
   ptx::mbarrier_init(s.rows_empty, kComputeThreads);
+  ptx::mbarrier_init(s.M_full, kComputeThreads);
+  ptx::mbarrier_init(s.M_empty, kFinishers);
   s.ring.init_barriers(kCopiers + 1, kComputeThreads, 0);
 }
 
@@ -258,9 +263,9 @@ struct Compute {
     return sum;
   }
 
-  /// P or R, and the products with states, of all columns of V.
-  __device__ __forceinline__ void multiply_values(Square& pairs, Square& queries, Square& keys,
-                                                  Square& columns) {
+  /// P or R, and the products with states, of all columns of V. Returns the warp's <S0, dS>.
+  __device__ __forceinline__ float multiply_values(Square& pairs, Square& queries, Square& keys,
+                                                   Square& columns) {
     clear(pairs), clear(queries), clear(keys), clear(columns);
     float trace = 0;
     for (int v_tile = 0; v_tile < v_tiles_of(a); ++v_tile, ++turn) {
@@ -281,8 +286,7 @@ struct Compute {
       ptx::fence_operands(keys), ptx::fence_operands(columns);
       s.ring.is_read(turn);
     }
-    trace = sum_over(trace, 1, 32);
-    if (lane == 0) tokens().trace[tid / 32] = trace;
+    return sum_over(trace, 1, 32);
   }
 
   /// Adds products with states to dq' and dk', and leaves what they are along q and k.
@@ -389,114 +393,6 @@ struct Compute {
     });
   }
 
-  /// Sums of M over later rows, within the upper and the lower half of the rows.
-  __device__ __forceinline__ void sum_columns() const {
-    const int j = thread() % kChunk, end = (thread() / kChunk + 1) * 32;
-    float sum = 0;
-#pragma unroll 8
-    for (int i = 1; i <= 32; ++i) {
-      float& at = s.M[group][end - i][j];
-      sum += at;
-      at = sum;
-    }
-  }
-  /// Sums over rectangles j < t <= i, of a half of the columns.
-  __device__ __forceinline__ void sum_rectangles() const {
-    const int t = thread() % kChunk, half = thread() / kChunk;
-    const auto& M = s.M[group];
-    float sum = 0;
-#pragma unroll 4
-    for (int i = 0; i < 32; ++i) {
-      const int j = half * 32 + i;
-      const float later = M[t][j] + (t < 32 ? M[32][j] : 0.0f);
-      sum += j < t ? of_tokens().beta[j] * later : 0.0f;
-    }
-    s.rows[group][half][t] = sum;
-    if (half == 0) s.columns[group][t] = M[0][t] + M[32][t];
-  }
-
-  // ---- numbers of tokens, by a warp: two neighbours a lane
-
-  struct Pair {
-    float x[2];
-  };
-  /// Of what lies at this token and behind it.
-  __device__ __forceinline__ Pair sums_from(const Pair& x) const {
-    float behind = 0, sum = x.x[0] + x.x[1];
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const float other = __shfl_sync(~0u, sum, (lane + offset) & 31);
-      if (lane + offset < 32) sum += other;
-    }
-    behind = __shfl_sync(~0u, sum, (lane + 1) & 31);
-    if (lane == 31) behind = 0;
-    return {behind + x.x[1] + x.x[0], behind + x.x[1]};
-  }
-  /// Of what lies before this token.
-  __device__ __forceinline__ Pair sums_before(const Pair& x) const {
-    const float sum = sum_up_to(x.x[0] + x.x[1], lane);
-    float before = __shfl_sync(~0u, sum, (lane - 1) & 31);
-    if (lane == 0) before = 0;
-    return {before, before + x.x[0]};
-  }
-
-  __device__ void finish_tokens(const Unit& unit, const ChunkTokens& chunk, int head) const {
-    const Numbers& n = numbers();
-    const BackwardNumbers& of = of_tokens();
-    const Tokens& t = tokens();
-    Pair rows, columns;
-    float k_columns[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = lane * 2 + i;
-      const auto share = [&](Share which) {
-        return t.shares[which][0][token] + t.shares[which][1][token];
-      };
-      k_columns[i] = share(kColumns);
-      rows.x[i] = n.row_q[token] * share(kQueries) - n.row_k[token] * share(kKeys);
-      columns.x[i] = n.col_k[token] * k_columns[i];
-    }
-    const Pair from = sums_from(rows), before = sums_before(columns);
-    float trace = 0;
-#pragma unroll
-    for (int i = 0; i < kComputeThreads / 32; ++i) trace += t.trace[i];
-    float ddt_bias = 0, dA_log = 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = lane * 2 + i;
-      const float inside =
-          (s.rows[0][0][token] + s.rows[0][1][token]) + (s.rows[1][0][token] + s.rows[1][1][token]);
-      const float dG = n.last * trace + from.x[i] + before.x[i] + inside;
-      const float dg = backward::product_or_zero(of.by_gate[token], dG);
-      const bool exists = token < chunk.count;
-      if (exists) {
-        ddt_bias += dg;
-        dA_log += backward::product_or_zero(of.by_A_log[token], dG);
-      }
-      const auto store = [&](const RowView& view, float x) {
-        if (view.base && exists)
-          store_element(view.base, view.type,
-                        chunk_offset(view, chunk, head) + token * view.stride_t, x);
-      };
-      store(a.dg, dg);
-      store(a.dbeta, d_step(token, k_columns[i]));
-    }
-    if (!a.sums) return;
-    ddt_bias = sum_over(ddt_bias, 1, 32), dA_log = sum_over(dA_log, 1, 32);
-    double* to = a.sums + 2 * (unit.chunk * a.shape.HV + head);
-    if (lane == 0) to[0] = ddt_bias, to[1] = dA_log;
-  }
-  __device__ __forceinline__ float d_step(int token, float k_column) const {
-    const BackwardNumbers& of = of_tokens();
-    const Tokens& t = tokens();
-    if (a.gate.beta_mode != BetaMode::kPlain || of.by_beta[token] != 0)
-      return t.product[token] * of.by_beta[token];
-    const float to_end =
-        ptx::ex2((of.whole[kChunk - 1] - of.whole[token]) + (of.part[kChunk - 1] - of.part[token]));
-    return to_end * of.k_norm[token] * k_column + s.columns[0][token] + s.columns[1][token] +
-           t.own_score[token];
-  }
-
   // ---- a value head
 
   /// 1 / |q| and 1 / |k| of a lane's tokens.
@@ -516,8 +412,9 @@ struct Compute {
                                            Norms& norms, Square& dq, Square& dk) {
     Square pairs, queries, keys, columns;
     float own[2] = {};
-    multiply_values(pairs, queries, keys, columns);
+    const float trace = multiply_values(pairs, queries, keys, columns);
     ptx::mbarrier_wait(s.head_full[heads % 2], heads / 2 % 2);
+    if (lane == 0) tokens().trace[tid / 32] = trace;
     if (member == 0) ptx::mbarrier_wait(s.rows_full, units % 2);
     add_states(queries, keys, columns, dq, dk);
     clear(queries);  // scores from here on
@@ -527,10 +424,13 @@ struct Compute {
     ptx::wgmma_commit();
     load_norms(norms);
     take_own_pairs(pairs, own, member == 0);
+    sync();  // both warpgroups are done with the pairs of the value head before
     decay_pairs(pairs);
     ptx::wgmma_wait<0>();
     ptx::fence_operands(queries);
+    if (heads > 0) ptx::mbarrier_wait(s.M_empty, (heads - 1) % 2);
     put_scored_pairs(pairs, queries, own);
+    ptx::mbarrier_arrive(s.M_full);
     ptx::fence_async_proxy();  // pairs are operands
     sync();
     ptx::fence_operands(dq), ptx::fence_operands(dk);
@@ -541,14 +441,9 @@ struct Compute {
     add_product<false>(dk, s.pairs[1], k);
     add_product<true>(dk, s.pairs[1], k);
     ptx::wgmma_commit();
-    sum_columns();
-    sync_group();
-    sum_rectangles();
+    ptx::mbarrier_arrive(s.head_empty[heads % 2]);
     ptx::wgmma_wait<0>();
     ptx::fence_operands(dq), ptx::fence_operands(dk);
-    sync();
-    if (tid < 32) finish_tokens(unit, chunk, value_head_of(a, unit.q_head, member));
-    ptx::mbarrier_arrive(s.head_empty[heads % 2]);
     ++heads;
   }
 
@@ -633,13 +528,151 @@ struct Compute {
 
   __device__ void run() {
     const unsigned existing = existing_units(a);
+    for (unsigned index = blockIdx.x; index < existing; index += gridDim.x)
+      run_unit(Unit(a, index));
+  }
+};
+
+// ---- numbers of tokens -------------------------------------------------------------------------
+
+/// Two warps: a thread a token, then a warp with two neighbours a lane.
+struct Finisher {
+  const Args& a;
+  Shared& s;
+  const int thread;
+  int heads = 0;  // so far
+
+  __device__ int lane() const { return thread % 32; }
+  __device__ void sync() const { ptx::bar_sync<kFinishers>(4); }
+  __device__ const Numbers& numbers() const { return s.of_head[heads % 2].numbers; }
+  __device__ const BackwardNumbers& of_tokens() const { return s.of_head[heads % 2].tokens; }
+  __device__ const Tokens& tokens() const { return s.tokens[heads % 2]; }
+
+  /// Sums of M over later rows, in place of the first warpgroup's part.
+  __device__ void sum_columns() const {
+    float sum = 0;
+#pragma unroll 4
+    for (int i = kChunk - 1; i >= 0; --i) {
+      sum += s.M[0][i][thread] + s.M[1][i][thread];
+      s.M[0][i][thread] = sum;
+    }
+    s.columns[thread] = sum;
+  }
+  /// Sums over rectangles j < t <= i.
+  __device__ void sum_rectangles() const {
+    float sum = 0;
+#pragma unroll 4
+    for (int j = 0; j < kChunk; ++j)
+      sum += j < thread ? of_tokens().beta[j] * s.M[0][thread][j] : 0.0f;
+    s.inside[thread] = sum;
+  }
+
+  struct Pair {
+    float x[2];
+  };
+  /// Of what lies at this token and behind it.
+  __device__ __forceinline__ Pair sums_from(const Pair& x) const {
+    float behind = 0, sum = x.x[0] + x.x[1];
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const float other = __shfl_sync(~0u, sum, (lane() + offset) & 31);
+      if (lane() + offset < 32) sum += other;
+    }
+    behind = __shfl_sync(~0u, sum, (lane() + 1) & 31);
+    if (lane() == 31) behind = 0;
+    return {behind + x.x[1] + x.x[0], behind + x.x[1]};
+  }
+  /// Of what lies before this token.
+  __device__ __forceinline__ Pair sums_before(const Pair& x) const {
+    const float sum = sum_up_to(x.x[0] + x.x[1], lane());
+    float before = __shfl_sync(~0u, sum, (lane() - 1) & 31);
+    if (lane() == 0) before = 0;
+    return {before, before + x.x[0]};
+  }
+
+  __device__ void store(const Unit& unit, const ChunkTokens& chunk, int head) const {
+    const Numbers& n = numbers();
+    const BackwardNumbers& of = of_tokens();
+    const Tokens& t = tokens();
+    Pair rows, columns;
+    float k_columns[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = lane() * 2 + i;
+      const auto share = [&](Share which) {
+        return t.shares[which][0][token] + t.shares[which][1][token];
+      };
+      k_columns[i] = share(kColumns);
+      rows.x[i] = n.row_q[token] * share(kQueries) - n.row_k[token] * share(kKeys);
+      columns.x[i] = n.col_k[token] * k_columns[i];
+    }
+    const Pair from = sums_from(rows), before = sums_before(columns);
+    float trace = 0;
+#pragma unroll
+    for (int i = 0; i < kComputeThreads / 32; ++i) trace += t.trace[i];
+    float ddt_bias = 0, dA_log = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = lane() * 2 + i;
+      const float dG = n.last * trace + from.x[i] + before.x[i] + s.inside[token];
+      const float dg = backward::product_or_zero(of.by_gate[token], dG);
+      const bool exists = token < chunk.count;
+      if (exists) {
+        ddt_bias += dg;
+        dA_log += backward::product_or_zero(of.by_A_log[token], dG);
+      }
+      const auto put = [&](const RowView& view, float x) {
+        if (view.base && exists)
+          store_element(view.base, view.type,
+                        chunk_offset(view, chunk, head) + token * view.stride_t, x);
+      };
+      put(a.dg, dg);
+      put(a.dbeta, d_step(token, k_columns[i]));
+    }
+    if (!a.sums) return;
+    ddt_bias = sum_over(ddt_bias, 1, 32), dA_log = sum_over(dA_log, 1, 32);
+    double* to = a.sums + 2 * (unit.chunk * a.shape.HV + head);
+    if (lane() == 0) to[0] = ddt_bias, to[1] = dA_log;
+  }
+  __device__ __forceinline__ float d_step(int token, float k_column) const {
+    const BackwardNumbers& of = of_tokens();
+    const Tokens& t = tokens();
+    if (a.gate.beta_mode != BetaMode::kPlain || of.by_beta[token] != 0)
+      return t.product[token] * of.by_beta[token];
+    const float to_end =
+        ptx::ex2((of.whole[kChunk - 1] - of.whole[token]) + (of.part[kChunk - 1] - of.part[token]));
+    return to_end * of.k_norm[token] * k_column + s.columns[token] + t.own_score[token];
+  }
+
+  __device__ void run_head(const Unit& unit, const ChunkTokens& chunk, int head) {
+    ptx::mbarrier_wait(s.head_full[heads % 2], heads / 2 % 2);
+    ptx::mbarrier_wait(s.M_full, heads % 2);
+    sum_columns();
+    sync();
+    sum_rectangles();
+    ptx::mbarrier_arrive(s.M_empty);
+    sync();
+    if (thread < 32) store(unit, chunk, head);
+    ptx::mbarrier_arrive(s.head_empty[heads % 2]);
+    ++heads;
+  }
+  __device__ void run() {
+    const unsigned existing = existing_units(a);
+    const auto members = static_cast<int>(a.shape.group.value);
     unsigned index = blockIdx.x;
-    for (; index < existing; index += gridDim.x) run_unit(Unit(a, index));
-    if (!a.sums || tid >= static_cast<int>(a.shape.group.value)) return;
+    for (; index < existing; index += gridDim.x) {
+      const Unit unit(a, index);
+      const ChunkTokens chunk = chunk_tokens(a.map, static_cast<unsigned>(unit.chunk));
+      for (int member = 0; member < members; ++member)
+        run_head(unit, chunk, value_head_of(a, unit.q_head, member));
+    }
+    if (!a.sums) return;
     for (; index < all_units(a); index += gridDim.x) {  // chunks that no sequence has
       const Unit unit(a, index);
-      double* to = a.sums + 2 * (unit.chunk * a.shape.HV + value_head_of(a, unit.q_head, tid));
-      to[0] = to[1] = 0;
+      for (int member = thread; member < members; member += kFinishers) {
+        double* to = a.sums + 2 * (unit.chunk * a.shape.HV + value_head_of(a, unit.q_head, member));
+        to[0] = to[1] = 0;
+      }
     }
   }
 };
@@ -657,7 +690,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   ptx::warpgroup_reg_dealloc<kCopierRegisters>();
   const int thread = static_cast<int>(threadIdx.x) - kComputeThreads;
-  if (thread < kCopiers) Copier{a, s, thread}.run();
+  if (thread < kCopiers)
+    Copier{a, s, thread}.run();
+  else
+    Finisher{a, s, thread - kCopiers}.run();
 }
 
 }  // namespace
