@@ -35,7 +35,7 @@ constexpr int kK = kMostK, kChannels = 64;  // all, and those of a warpgroup
 constexpr int kGroups = 2, kGroupThreads = 128, kComputeThreads = kGroups * kGroupThreads;
 constexpr int kCopiers = 64, kFinishers = kChunk,
               kThreads = kComputeThreads + kCopiers + kFinishers;
-constexpr int kComputeRegisters = 232, kCopierRegisters = 40;
+constexpr int kComputeRegisters = 224, kCopierRegisters = 56;
 constexpr int kHalf = kChunk * kChannels;  // elements of a tile's 64 columns
 using Square = float[8][4];                // [64, 64] of a warpgroup
 
@@ -83,10 +83,14 @@ __device__ __forceinline__ unsigned existing_units(const Args& a) {
   return static_cast<unsigned>(min(chunks * a.shape.H, static_cast<int64_t>(all)));
 }
 struct Unit {
-  int64_t chunk;
+  unsigned chunk;
   int q_head;
   __device__ Unit(const Args& a, unsigned index)
       : chunk(a.q_heads.quotient(index)), q_head(static_cast<int>(a.q_heads.remainder(index))) {}
+  /// Of a value head.
+  __device__ unsigned tile(const Args& a, int head) const {
+    return chunk * static_cast<unsigned>(a.shape.HV) + static_cast<unsigned>(head);
+  }
 };
 __device__ __forceinline__ int v_tiles_of(const Args& a) {
   return (a.shape.V + kVTile - 1) / kVTile;
@@ -118,11 +122,11 @@ struct Copier {
   const int thread;
   int turn = 0, heads = 0, units = 0;  // so far
 
-  __device__ void copy_values(const ChunkTokens& chunk, int head, int64_t tile, int v_tile) {
+  __device__ void copy_values(const T* d_o, int count, unsigned tile, int v_tile) {
     const int i = turn % 2;
     s.ring.wait_until_free(i, turn / 2);
     Stage& stage = s.ring.stages[i];
-    const int64_t part = tile * v_tiles_of(a) + v_tile;
+    const int64_t part = int64_t{tile} * v_tiles_of(a) + v_tile;
     if (thread == 0)
       s.ring.copy(i, [&](auto&& visit) {
         const auto whole = [&](auto& to, const void* tiles) {
@@ -135,13 +139,12 @@ struct Copier {
         whole(stage.d_state, a.dh);
       });
     const int column = v_tile * kVTile;
-    const T* d_o = static_cast<const T*>(a.d_o.base) + chunk_offset(a.d_o, chunk, head) + column;
-    copy_rows<kVTile, kCopiers>(stage.d_o, d_o, a.d_o.stride_t, a.d_o.base ? chunk.count : 0,
-                                a.shape.V - column, thread);
+    copy_rows<kVTile, kCopiers>(stage.d_o, d_o + column, a.d_o.stride_t, count, a.shape.V - column,
+                                thread);
     s.ring.arrive_after_copies(i);
     ++turn;
   }
-  __device__ void copy_numbers(int64_t tile) {
+  __device__ void copy_numbers(unsigned tile) {
     const int i = heads % 2;
     if (thread == 0) {
       if (heads > 1) ptx::mbarrier_wait(s.head_empty[i], (heads / 2 - 1) % 2);
@@ -152,7 +155,7 @@ struct Copier {
     ++heads;
   }
   __device__ void copy_rows_of(const Unit& unit) {
-    const int64_t tile = unit.chunk * a.shape.H + unit.q_head;
+    const int64_t tile = int64_t{unit.chunk} * a.shape.H + unit.q_head;
     if (thread == 0) {
       if (units > 0) ptx::mbarrier_wait(s.rows_empty, (units - 1) % 2);
       ptx::mbarrier_arrive_expect_tx(s.rows_full, sizeof(s.q) + sizeof(s.k));
@@ -166,12 +169,14 @@ struct Copier {
     const int v_tiles = v_tiles_of(a), group = static_cast<int>(a.shape.group.value);
     for (unsigned index = blockIdx.x; index < existing; index += gridDim.x) {
       const Unit unit(a, index);
-      const ChunkTokens chunk = chunk_tokens(a.map, static_cast<unsigned>(unit.chunk));
+      const ChunkTokens chunk = chunk_tokens(a.map, unit.chunk);
       for (int member = 0; member < group; ++member) {
         const int head = value_head_of(a, unit.q_head, member);
-        const int64_t tile = unit.chunk * a.shape.HV + head;
+        const unsigned tile = unit.tile(a, head);
+        const T* d_o = static_cast<const T*>(a.d_o.base) + chunk_offset(a.d_o, chunk, head);
+        const int count = a.d_o.base ? chunk.count : 0;
         for (int v_tile = 0; v_tile < v_tiles; ++v_tile) {
-          copy_values(chunk, head, tile, v_tile);
+          copy_values(d_o, count, tile, v_tile);
           // The ring is full: what is awaited next is not behind it.
           if (v_tile != min(1, v_tiles - 1)) continue;
           copy_numbers(tile);
@@ -516,7 +521,7 @@ struct Compute {
   }
 
   __device__ __forceinline__ void run_unit(const Unit& unit) {
-    const ChunkTokens chunk = chunk_tokens(a.map, static_cast<unsigned>(unit.chunk));
+    const ChunkTokens chunk = chunk_tokens(a.map, unit.chunk);
     const auto members = static_cast<int>(a.shape.group.value);
     Square dq, dk;
     Norms norms;
@@ -631,7 +636,7 @@ struct Finisher {
     }
     if (!a.sums) return;
     ddt_bias = sum_over(ddt_bias, 1, 32), dA_log = sum_over(dA_log, 1, 32);
-    double* to = a.sums + 2 * (unit.chunk * a.shape.HV + head);
+    double* to = a.sums + 2 * int64_t{unit.tile(a, head)};
     if (lane() == 0) to[0] = ddt_bias, to[1] = dA_log;
   }
   __device__ __forceinline__ float d_step(int token, float k_column) const {
@@ -662,7 +667,7 @@ struct Finisher {
     unsigned index = blockIdx.x;
     for (; index < existing; index += gridDim.x) {
       const Unit unit(a, index);
-      const ChunkTokens chunk = chunk_tokens(a.map, static_cast<unsigned>(unit.chunk));
+      const ChunkTokens chunk = chunk_tokens(a.map, unit.chunk);
       for (int member = 0; member < members; ++member)
         run_head(unit, chunk, value_head_of(a, unit.q_head, member));
     }
@@ -670,7 +675,7 @@ struct Finisher {
     for (; index < all_units(a); index += gridDim.x) {  // chunks that no sequence has
       const Unit unit(a, index);
       for (int member = thread; member < members; member += kFinishers) {
-        double* to = a.sums + 2 * (unit.chunk * a.shape.HV + value_head_of(a, unit.q_head, member));
+        double* to = a.sums + 2 * int64_t{unit.tile(a, value_head_of(a, unit.q_head, member))};
         to[0] = to[1] = 0;
       }
     }
