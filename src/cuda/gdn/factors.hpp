@@ -29,7 +29,7 @@ struct Numbers {
 };
 static_assert(sizeof(Numbers) % 16 == 0);
 
-/// What chunk_grad needs of the tokens of a chunk besides; zeros past the end of a sequence, but
+/// More numbers of tokens, for chunk_grad; zeros past the end of a sequence, but
 /// for sums of gates, which stay as they are. The sum of log2 decays to a token is `whole` +
 /// `part`.
 struct alignas(16) BackwardNumbers {

@@ -67,7 +67,7 @@ struct Context {
   __device__ int row() const { return warp() * 16 + lane() / 4; }
   /// First of its two columns of tile n.
   __device__ int column(int n) const { return n * 8 + lane() % 4 * 2; }
-  /// Of this chunk and a value head.
+  /// Index of this chunk and a value head.
   __device__ int64_t tile(int head) const {
     return static_cast<int64_t>(a.q_heads.quotient(blockIdx.x)) * a.shape.HV + head;
   }
@@ -250,7 +250,7 @@ __device__ __forceinline__ float sum_before(float x, int lane) {
 /// A plain step below it has its gradient by another sum than dZ . E.
 constexpr float kSmallBeta = 0x1p-8f;
 
-/// Of this lane's tokens, once their sums are there.
+/// Numbers of this lane's tokens, once their sums are there.
 template <class C>
 __device__ void store_for_backward(const C& c, int head, const RawTokens& raw, float rate,
                                    const TokenSums& sums) {

@@ -44,7 +44,7 @@ struct alignas(1024) Stage {
   T d_o[kHalf], errors[kHalf], dz[kHalf];
 };
 
-/// What tokens sum over channels, a half of which each warpgroup has.
+/// Sums over channels that tokens have, a half of them from each warpgroup.
 enum Share { kQueries, kKeys, kColumns, kShares };
 
 /// Numbers of a value head that the next one may write while they are read.
@@ -87,7 +87,7 @@ struct Unit {
   int q_head;
   __device__ Unit(const Args& a, unsigned index)
       : chunk(a.q_heads.quotient(index)), q_head(static_cast<int>(a.q_heads.remainder(index))) {}
-  /// Of a value head.
+  /// Index of the chunk and a value head.
   __device__ unsigned tile(const Args& a, int head) const {
     return chunk * static_cast<unsigned>(a.shape.HV) + static_cast<unsigned>(head);
   }
@@ -575,7 +575,7 @@ struct Finisher {
   struct Pair {
     float x[2];
   };
-  /// Of what lies at this token and behind it.
+  /// Sums over this token and those behind it.
   __device__ __forceinline__ Pair sums_from(const Pair& x) const {
     float behind = 0, sum = x.x[0] + x.x[1];
 #pragma unroll
@@ -587,7 +587,7 @@ struct Finisher {
     if (lane() == 31) behind = 0;
     return {behind + x.x[1] + x.x[0], behind + x.x[1]};
   }
-  /// Of what lies before this token.
+  /// Sums over the tokens before this one.
   __device__ __forceinline__ Pair sums_before(const Pair& x) const {
     const float sum = sum_up_to(x.x[0] + x.x[1], lane());
     float before = __shfl_sync(~0u, sum, (lane() - 1) & 31);

@@ -33,7 +33,7 @@ struct GradArgs {
   Factors made;       ///< its tiles of q and k, and numbers
   const BackwardNumbers* numbers = nullptr;
 
-  // Of the chains, as in ChainArgs.
+  // The chains leave these, as in ChainArgs.
   const void* h = nullptr;       ///< S0^T
   const void* errors = nullptr;  ///< E
   const void* dh = nullptr;      ///< dS^T behind the chunk

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What chains of a backward on Hopper share, whatever their factors are: a block has 64 columns of
-// V of one head and one direction. One warpgroup has the state in its accumulators and does all
-// products of a chunk. Of the other one a warp copies the operands of the next chunks into a ring
-// of stages, and three warps write results, which the chain leaves in the stage of their chunk.
+// Parts that chains of a backward on Hopper share, whatever their factors are: a block has 64
+// columns of V of one head and one direction. One warpgroup has the state in its accumulators and
+// does all products of a chunk. Of the other one a warp copies the operands of the next chunks into
+// a ring of stages, and three warps write results, which the chain leaves in the stage of their
+// chunk.
 #pragma once
 
 #include "cuda/chain/products_sm90.cuh"
