@@ -68,6 +68,7 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/fused/keep_k64.cu
   src/cuda/gdn/backward/chains_sm90.cu
   src/cuda/gdn/backward/grad_sm90.cu
+  src/cuda/gdn/backward/intra_sm90.cu
   src/cuda/gdn/chain_sm90.cu
   src/cuda/gdn/intra_sm90.cu
   src/cuda/gdn/merge_sm90.cu

@@ -115,7 +115,7 @@ TEST_F(GdnBackward, EveryGate) {
     const std::string name = test::gdn::name_of(gates);
     const int64_t heads = test::emulated() ? 1 : 2;
     const Inputs inputs = test::gdn::inputs_of(
-        {.lengths = {tokens}, .H = heads, .HV = 2 * heads, .K = 128, .V = 128, .gates = gates});
+        {.lengths = {tokens}, .H = heads, .HV = 3 * heads, .K = 128, .V = 128, .gates = gates});
     expect_all_within(expect_within(inputs, name), {2.8, 3.9, 3.2, 2.9, 4.1, 2.5}, name);
   }
 }

@@ -58,8 +58,8 @@ struct Tokens {
 struct alignas(1024) Shared {
   chain::Ring<Stage, 2> ring;
   T q[kChunk * kK], k[kChunk * kK];
-  T pairs[kGroups][kSquare];             // p_ij beta_j; r_ij beta_j; then rows of dq, of dk
-  float M[kGroups][kChunk][kChunk + 1];  // of p; of r. Then sums of both over later rows
+  T pairs[kGroups][kSquare];         // p_ij beta_j; r_ij beta_j; then rows of dq, of dk
+  float M[kGroups][kChunk][kChunk];  // of p; of r. Then sums of both over later rows. place_of()
   struct {
     Numbers numbers;
     BackwardNumbers tokens;
@@ -95,6 +95,10 @@ struct Unit {
 __device__ __forceinline__ int v_tiles_of(const Args& a) {
   return (a.shape.V + kVTile - 1) / kVTile;
 }
+
+/// Where column j of row i of M lies in its row. Pairs of columns of 4 rows are in other banks, and
+/// so are columns of a row, and rows of a column but for two of them.
+__device__ __forceinline__ int place_of(int i, int j) { return j ^ (i % 4 * 8 + i / 4 % 4 * 2); }
 
 __device__ __forceinline__ void init_barriers(Shared& s) {
   for (int i = 0; i < 2; ++i) {
@@ -356,27 +360,31 @@ struct Compute {
   /// p or r of pairs below the diagonal, in place of P or R; times beta as operands of products.
   __device__ __forceinline__ void decay_pairs(Square& pairs) const {
     const BackwardNumbers& of = of_tokens();
-    const float* norms = group == 0 ? of.q_norm : of.k_norm;
+    float whole[2], part[2], norm[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = row(half);
-      const float whole = of.whole[i], part = of.part[i];
-      const float norm = group == 0 ? norms[i] : -norms[i];
+      whole[half] = of.whole[i], part[half] = of.part[i];
+      norm[half] = group == 0 ? of.q_norm[i] : -of.k_norm[i];
+    }
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const int j = column(n);
-        float(&x)[4] = pairs[n];
-        const auto pair_at = [j](const float* of) {
-          return *reinterpret_cast<const float2*>(of + j);
-        };
-        const float2 whole_j = pair_at(of.whole), part_j = pair_at(of.part),
-                     norm_j = pair_at(of.k_norm), beta = pair_at(of.beta);
-        const float first = ptx::ex2((whole - whole_j.x) + (part - part_j.x)) * (norm * norm_j.x);
-        const float second = ptx::ex2((whole - whole_j.y) + (part - part_j.y)) * (norm * norm_j.y);
-        x[2 * half] = i > j ? first * x[2 * half] : 0.0f;
-        x[2 * half + 1] = i > j + 1 ? second * x[2 * half + 1] : 0.0f;
+    for (int n = 0; n < 8; ++n) {
+      const int j = column(n);
+      const auto pair_at = [j](const float* of) {
+        return *reinterpret_cast<const float2*>(of + j);
+      };
+      const float2 whole_j = pair_at(of.whole), part_j = pair_at(of.part),
+                   norm_j = pair_at(of.k_norm), beta = pair_at(of.beta);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = row(half);
+        float *x = pairs[n] + 2 * half, factor = norm[half];
+        const float first = ptx::ex2((whole[half] - whole_j.x) + (part[half] - part_j.x));
+        const float second = ptx::ex2((whole[half] - whole_j.y) + (part[half] - part_j.y));
+        x[0] = i > j ? first * (factor * norm_j.x) * x[0] : 0.0f;
+        x[1] = i > j + 1 ? second * (factor * norm_j.y) * x[1] : 0.0f;
         *reinterpret_cast<uint32_t*>(s.pairs[group] + swizzled(i, n) + lane % 4 * 2) =
-            ptx::pack<T>(x[2 * half] * beta.x, x[2 * half + 1] * beta.y);
+            ptx::pack<T>(x[0] * beta.x, x[1] * beta.y);
       }
     }
   }
@@ -387,11 +395,12 @@ struct Compute {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          s.M[group][row(half)][column(n) + i] =
-              row(half) > column(n) + i ? pairs[n][2 * half + i] * scores[n][2 * half + i] : 0.0f;
+      for (int n = 0; n < 8; ++n) {
+        const int i = row(half), j = column(n);
+        const float *x = pairs[n] + 2 * half, *y = scores[n] + 2 * half;
+        *reinterpret_cast<float2*>(&s.M[group][i][place_of(i, j)]) = {
+            i > j ? x[0] * y[0] : 0.0f, i > j + 1 ? x[1] * y[1] : 0.0f};
+      }
     if (group == 1) return;
     for_own_pairs([&](int half, int n, int first) {
       tokens().own_score[row(half)] = own[half] * own_of(scores, n, first);
@@ -558,8 +567,9 @@ struct Finisher {
     float sum = 0;
 #pragma unroll 4
     for (int i = kChunk - 1; i >= 0; --i) {
-      sum += s.M[0][i][thread] + s.M[1][i][thread];
-      s.M[0][i][thread] = sum;
+      const int j = place_of(i, thread);
+      sum += s.M[0][i][j] + s.M[1][i][j];
+      s.M[0][i][j] = sum;
     }
     s.columns[thread] = sum;
   }
@@ -568,7 +578,7 @@ struct Finisher {
     float sum = 0;
 #pragma unroll 4
     for (int j = 0; j < kChunk; ++j)
-      sum += j < thread ? of_tokens().beta[j] * s.M[0][thread][j] : 0.0f;
+      sum += j < thread ? of_tokens().beta[j] * s.M[0][thread][place_of(thread, j)] : 0.0f;
     s.inside[thread] = sum;
   }
 
