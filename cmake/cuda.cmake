@@ -67,6 +67,9 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/fused/head_gates.cu
   src/cuda/fused/keep_k128.cu
   src/cuda/fused/keep_k64.cu
+  src/cuda/gdn/backward/chains_sm90.cu
+  src/cuda/gdn/backward/grad_sm90.cu
+  src/cuda/gdn/backward/intra_sm90.cu
   src/cuda/gdn/chain_sm90.cu
   src/cuda/gdn/intra_sm90.cu
   src/cuda/gdn/merge_sm90.cu
@@ -83,7 +86,7 @@ set(KDA_CUDA_KERNELS_SM90A
 
 set(KDA_CUDA_HOST src/cuda/recurrent/backward/launches.cpp src/cuda/launch/checkpoint_places.cpp src/cuda/launch/device.cpp
                   src/cuda/launch/head_bias.cpp
-                  src/cuda/fused/launches.cpp src/cuda/fused/portable/launches.cpp src/cuda/gdn/launches.cpp src/cuda/layer/launches.cpp src/cuda/recurrent/launches.cpp
+                  src/cuda/fused/launches.cpp src/cuda/fused/portable/launches.cpp src/cuda/gdn/backward/launches.cpp src/cuda/gdn/launches.cpp src/cuda/layer/launches.cpp src/cuda/recurrent/launches.cpp
                   src/cuda/segments/launches.cpp src/cuda/staged/launches.cpp
                   src/cuda/staged/backward/arguments.cpp src/cuda/staged/backward/launches.cpp src/cuda/launch/views.cpp
                   src/cuda/launch/zero_rows.cpp)

@@ -21,6 +21,7 @@ extern const registry::ForwardRow kForward;
 /// Gated DeltaNet on Hopper (sm_90a): one gate a head, bf16, K <= 128.
 namespace gdn {
 extern const registry::ForwardRow kForward;
+extern const registry::BackwardRow kBackward;
 }  // namespace gdn
 
 /// Chunked, tensor cores, 16-bit q, k, v (the backward: bf16); K <= 128.

@@ -20,10 +20,10 @@ constexpr std::array<const DecodeRow*, 5> kDecode = {
     &cpu::blocked::kAvx512Decode, &cpu::blocked::kAvx2Decode, &cpu::blocked::kPortableDecode,
     &cpu::oracle::kDecode, &cuda::recurrent::kDecode};
 
-constexpr std::array<const BackwardRow*, 7> kBackward = {
+constexpr std::array<const BackwardRow*, 8> kBackward = {
     &cpu::blocked::kAvx512Backward, &cpu::blocked::kAvx2Backward, &cpu::blocked::kPortableBackward,
-    &cpu::oracle::kBackward,        &cuda::staged::kFp16Backward, &cuda::staged::kBackward,
-    &cuda::recurrent::kBackward};
+    &cpu::oracle::kBackward,        &cuda::gdn::kBackward,        &cuda::staged::kFp16Backward,
+    &cuda::staged::kBackward,       &cuda::recurrent::kBackward};
 
 constexpr std::array<const LayerRow*, 2> kLayer = {&cpu::layer::kLayer, &cuda::layer::kLayer};
 

@@ -74,6 +74,12 @@ void fit_tensor_cores(check::GenerateOptions* o, bool hard) {
   if (o->dtype == DType::kFloat32) o->dtype = o->seed % 2 ? DType::kBFloat16 : DType::kFloat16;
 }
 
+void fit_gdn(check::GenerateOptions* o) {
+  fit_tensor_cores(o, /*hard=*/false);
+  o->dtype = DType::kBFloat16;
+  o->head_gates = true;
+}
+
 namespace {
 
 /// The nearest that the fused kernel takes.
@@ -82,13 +88,6 @@ void fit_fused(check::GenerateOptions* o) {
   o->key_dim = o->value_dim = o->key_dim <= 64 ? 64 : 128;
   const bool log = o->regime == Regime::kLog || o->regime == Regime::kNeedle;
   if (log || o->dtype == DType::kFloat32) o->dtype = DType::kBFloat16;
-}
-
-/// The nearest that Gated DeltaNet's kernels take.
-void fit_gdn(check::GenerateOptions* o) {
-  fit_tensor_cores(o, /*hard=*/false);
-  o->dtype = DType::kBFloat16;
-  o->head_gates = true;
 }
 
 double work_of(const check::GenerateOptions& o) {

@@ -51,7 +51,7 @@ struct Totals {
 void vary_gates(const Options& options, int64_t index, Inputs* inputs) {
   Problem& p = inputs->problem;
   Random random = random_of(options, index ^ int64_t{1} << 40);
-  if (random.chance(0.25) && p.g.dtype != DType::kFloat32) {
+  if (random.chance(0.25) && p.g.dtype != DType::kFloat32 && !options.gdn) {
     const auto count = static_cast<int64_t>(inputs->g.size() / 2);
     io::Buffer gates(inputs->g.size() * 2);
     for (int64_t i = 0; i < count; ++i)
@@ -60,7 +60,7 @@ void vary_gates(const Options& options, int64_t index, Inputs* inputs) {
     const Shape shape = g_shape(p);
     p.g = contiguous(DType::kFloat32, {shape[0], shape[1], shape[2], shape[3]});
   }
-  if (random.chance(0.25) && p.key_dim > 1 && !options.fp16) {
+  if (random.chance(0.25) && p.key_dim > 1 && !options.fp16 && !options.gdn) {
     test::keep_one_gate(inputs);
     if (p.dt_bias && index % 2 == 0) test::keep_one_bias(inputs);
   }
@@ -81,15 +81,17 @@ void fit_fp16(Problem* p) {
   p->lower_bound = std::max(p->lower_bound, -5.0);
   if (p->scale && std::abs(*p->scale) < 0x1p-8) p->scale.reset();
 }
-/// dq and dk in fp16 too, and no gradient of initial states.
-void fit_fp16(check::GradientBuffers* buffers) {
+/// dq and dk in the type of q and k.
+void fit_rows(DType type, check::GradientBuffers* buffers) {
   Gradients& g = buffers->gradients;
   for (const auto& [desc, buffer] :
        {std::pair{&g.dq, &buffers->dq}, std::pair{&g.dk, &buffers->dk}}) {
-    if ((*desc)->dtype == DType::kFloat32) *buffer = io::Buffer(buffer->size() / 2);
-    (*desc)->dtype = DType::kFloat16;
+    if ((*desc)->dtype == DType::kFloat32) {
+      *buffer = io::Buffer(buffer->size() / 2);
+      buffer->fill(0xff);
+    }
+    (*desc)->dtype = type;
   }
-  g.d_initial_state.reset();
 }
 
 std::string run_case(const Options& options, int64_t index, Totals* totals, Digest* digest) {
@@ -100,26 +102,30 @@ std::string run_case(const Options& options, int64_t index, Totals* totals, Dige
     shape.dtype = DType::kBFloat16;
   }
   if (options.fp16) fit_fp16(&shape);
+  if (options.gdn) fit_gdn(&shape);
+  const bool own_rows = options.fp16 || options.gdn,
+             of_tensor_cores = options.tensor_cores || own_rows;
   limit_work(&shape, index % 50 == 0 ? kWorkOfALargeCase : kWorkOfACase);
   Inputs inputs = check::generate(shape);
   const bool behind = add_rows_behind(options, index, &inputs);
   if (!behind) vary_gates(options, index, &inputs);
-  vary_options(&inputs, random, options.tensor_cores || options.fp16 ? 8 : 1, !options.fp16);
+  vary_options(&inputs, random, of_tensor_cores ? 8 : 1, !options.fp16);
   if (options.fp16) fit_fp16(&inputs.problem);
   check::GradientOptions wanted;
   wanted.seed = random.next();
   wanted.d_o = random.chance(0.9);
   wanted.d_final_state = !wanted.d_o || random.chance(0.5);
-  wanted.d_o_dtype =
-      options.tensor_cores || options.fp16 || random.chance(0.5) ? shape.dtype : DType::kFloat32;
+  wanted.d_o_dtype = of_tensor_cores || random.chance(0.5) ? shape.dtype : DType::kFloat32;
   if (random.chance(0.5)) wanted.out_dtype = DType::kFloat32;
   check::GradientBuffers buffers = check::make_gradients(inputs, wanted);
-  if (options.fp16) fit_fp16(&buffers);
-  const bool strided = random.chance(0.25) && !options.fp16;
+  if (own_rows) fit_rows(shape.dtype, &buffers);
+  if (options.fp16) buffers.gradients.d_initial_state.reset();
+  const bool strided = random.chance(0.25) && !own_rows;
   if (strided) test::restride_gradients(inputs.problem, &buffers, options.tensor_cores ? 8 : 1);
   test::BackwardRun run;
   const auto backends = test::backward_backends();
-  if (random.chance(0.4) && !options.tensor_cores && !options.fp16)
+  if (options.gdn && test::on_cuda()) run.backend = "gdn";
+  if (random.chance(0.4) && !of_tensor_cores)
     run.backend =
         backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];
   if (random.chance(0.5)) run.kept_every = 64 * (1 + random.below(4));
@@ -197,8 +203,8 @@ Report fuzz_backward(const Options& options) {
   report.figures["staged"] = static_cast<double>(totals.staged);
   if (test::on_cuda())
     report.summary += fmt::format(", {} of {} on the staged kernels", totals.staged, options.count);
-  if ((options.tensor_cores || options.fp16) && options.count >= 10 && test::on_cuda() &&
-      totals.staged < options.count)
+  if ((options.tensor_cores || options.fp16 || options.gdn) && options.count >= 10 &&
+      test::on_cuda() && totals.staged < options.count)
     report.failures.push_back(fmt::format("only {} problems were staged", totals.staged));
   return report;
 }

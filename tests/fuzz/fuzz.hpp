@@ -22,7 +22,7 @@ struct Options {
   bool fp16 = false;          ///< only what fp16 rows of a backward on Hopper may be
   bool tensor_cores = false;  ///< only sizes and types that the staged kernels take
   bool fused = false;         ///< accuracy: only problems that the fused kernel takes, on it
-  bool gdn = false;           ///< accuracy: only problems that cuda.sm90.gdn takes, on it
+  bool gdn = false;           ///< accuracy, backward: only problems that cuda.sm90.gdn takes, on it
   bool hard = false;          ///< and those of them that may exceed the tolerance
   bool unwritten = false;     ///< accuracy, backward: leaves rows unwritten; every case must fail
   std::string dump;  ///< accuracy: write the inputs of each case to this file (for --count 1)
@@ -66,6 +66,8 @@ check::GenerateOptions random_shape(check::Random& random);
 /// 32 channels and no equal keys: there 16-bit operands may lose more than the tolerance
 /// (docs/accuracy.md).
 void fit_tensor_cores(check::GenerateOptions* shape, bool hard);
+/// The nearest that Gated DeltaNet's kernels take.
+void fit_gdn(check::GenerateOptions* shape);
 /// Shrinks lengths until T HV K V is at most `limit`: the oracle's time.
 void limit_work(check::GenerateOptions* shape, double limit);
 /// Options that the regimes leave alone. Without the norm, keys are made |k| <= 1. `unit`: strides

@@ -66,7 +66,7 @@ int main(int argc, char** argv) {
            "--fused", &options.fused,
            "accuracy: 16-bit problems, K = V = 64 or 128, on cuda.sm90.fused or cuda.sm80.fused"),
        kda::test::flag("--gdn", &options.gdn,
-                       "accuracy: one gate a head, bf16, K up to 128, on cuda.sm90.gdn"),
+                       "accuracy, backward: one gate a head, bf16, K up to 128, on cuda.sm90.gdn"),
        kda::test::flag("--hard", &options.hard,
                        "with --tensor-cores: K from 8, and equal keys; some exceed the tolerance "
                        "(docs/accuracy.md)"),

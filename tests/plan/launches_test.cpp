@@ -397,6 +397,44 @@ TEST_F(Launches, OfOneBiasAHeadAreThoseThatThePlanLists) {
   EXPECT_GT(summed, 5);
 }
 
+/// Gated DeltaNet's own kernels, where they are named, with and without gradients that tokens have
+/// from states.
+TEST_F(Launches, OfGatedDeltaNetsBackwardAreThoseThatThePlanLists) {
+  if (capability_ != 90) GTEST_SKIP() << "kernels of Hopper alone";
+  Choices choices(19);
+  int served = 0, without_grad = 0;
+  for (int i = 0; i < 60; ++i) {
+    Case x = random_case(choices, capability_);
+    Problem& p = x.problem;
+    Gradients& g = x.gradients;
+    const int64_t H = p.num_heads, HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
+    p.q = p.k = rows(DType::kBFloat16, p, H, K, 0);
+    p.v = p.o = rows(DType::kBFloat16, p, HV, V, 0);
+    p.g = head_gates(p.g.dtype, p.batch, p.num_tokens, HV);
+    if (p.dt_bias) p.dt_bias = head_bias(DType::kFloat32, HV);
+    if (g.d_o) g.d_o = p.v;
+    if (g.dq) g.dq = p.q;
+    if (g.dk) g.dk = p.k;
+    if (g.dg) g.dg = p.g;
+    if (g.ddt_bias) g.ddt_bias = p.dt_bias;
+    x.options = {};
+    x.options.backend = "gdn";
+    run_whole(x, [&](const Case&, const char* what, const Plan& plan,
+                     const std::vector<emulator::Launched>& launches) {
+      if (std::string(what) != "backward") return;
+      ASSERT_EQ(plan.implementation, "cuda.sm90.gdn") << plan.to_text(true);
+      const auto listed =
+          names_of(plan.kernels, [](const KernelChoice& choice) { return choice.kernel; });
+      const auto launched =
+          names_of(launches, [](const emulator::Launched& launch) { return launch.kernel; });
+      EXPECT_EQ(listed, launched) << text_of(x) << plan.to_text(true);
+      ++served, without_grad += static_cast<int>(launched.count("gdn_chunk_grad_sm90") == 0);
+    });
+  }
+  EXPECT_GT(served, 50);
+  EXPECT_GT(without_grad, 1);
+}
+
 /// Rows in fp16 of a layer, with and without gradients that tokens have from states.
 TEST_F(Launches, OfFp16RowsAreThoseThatThePlanLists) {
   if (capability_ != 90) GTEST_SKIP() << "kernels of Hopper alone";

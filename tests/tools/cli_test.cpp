@@ -767,6 +767,13 @@ TEST_F(CliOnGpu, TimesGatedDeltaNet) {
   if (!hopper) return;
   const nlohmann::json row = nlohmann::json::parse(read("r.json"))["cases"][0];
   EXPECT_EQ(row["implementation"], "cuda.sm90.gdn");
+  const Ran backward =
+      kda("bench backward --case '--tokens 70 --heads 1 --value-heads 2 --regime log' "
+          "--head-gates --backend gdn --device cuda --json r.json");
+  ASSERT_EQ(backward.exit_code, 0) << backward.err;
+  const nlohmann::json rows = nlohmann::json::parse(read("r.json"))["cases"];
+  ASSERT_EQ(rows.size(), 2u);  // nothing is kept for it
+  EXPECT_EQ(rows[1]["implementation"], "cuda.sm90.gdn");
 }
 
 /// A forward in segments up to each of its launches; a forward that is not cut has one.

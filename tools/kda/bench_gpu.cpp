@@ -351,9 +351,10 @@ std::vector<GpuRow> GpuBench::time_lengths(const Case& c, const PlanOptions& opt
 }
 
 /// A forward and its backward; where a forward can keep states and errors of chunks, both once
-/// more.
+/// more, unless a backend of the backward is asked for.
 std::vector<GpuRow> GpuBench::time_both(const Case& c, const PlanOptions& options) {
   std::vector<GpuRow> rows = {time_run(c, "forward", {}), time_backward(c, "backward", options)};
+  if (!options.backend.empty()) return rows;
   PlanOptions keep = options;
   keep.keep = KeepPolicy::kChunks;
   Plan plan;

@@ -29,6 +29,18 @@ struct Numbers {
 };
 static_assert(sizeof(Numbers) % 16 == 0);
 
+/// More numbers of tokens, for chunk_grad; zeros past the end of a sequence, but
+/// for sums of gates, which stay as they are. The sum of log2 decays to a token is `whole` +
+/// `part`.
+struct alignas(16) BackwardNumbers {
+  float whole[kChunk], part[kChunk];
+  float beta[kChunk];
+  float q_norm[kChunk], k_norm[kChunk];     ///< m_i, n_i
+  float by_gate[kChunk], by_A_log[kChunk];  ///< derivatives of the log decay
+  float by_beta[kChunk];  ///< what makes dZ . E the gradient of the raw step; 0 for plain steps
+                          ///< near 0, which need another sum
+};
+
 /// Squares are strictly lower, 16-bit, swizzled (tile/swizzle.hpp), with zeros elsewhere.
 inline constexpr int kSquare = kChunk * kChunk;
 struct Factors {

@@ -18,6 +18,12 @@ struct IntraArgs : ChunkIntraArgs {
   Factors made;
 };
 
+/// And numbers for a backward, whose tiles of q and k have 128 columns whatever K is.
+struct BackwardIntraArgs : HeadGates<IntraArgs> {
+  BackwardNumbers* numbers = nullptr;  ///< [tiles]
+};
+
 Status launch_intra(const HeadGates<IntraArgs>& args, const Launch& launch);
+Status launch_intra(const BackwardIntraArgs& args, const Launch& launch);
 
 }  // namespace kda::cuda::gdn

@@ -15,7 +15,6 @@
 #include "plan/ledger.hpp"
 
 namespace kda::cuda::gdn {
-namespace {
 
 Factors factors_of(const stage::Call& call) {
   const auto find = [&](const char* name) {
@@ -25,11 +24,6 @@ Factors factors_of(const stage::Call& call) {
           static_cast<Numbers*>(static_cast<void*>(find(block::kGdnNumbers)))};
 }
 
-int32_t* forgotten_of(const stage::Call& call) {
-  return static_cast<int32_t*>(
-      static_cast<void*>(plan::find_block(*call.plan, call.workspace, block::kGdnForgotten)));
-}
-
 HeadGates<IntraArgs> intra_args(const stage::Call& call, const SequenceMaps& maps) {
   IntraArgs args;
   set_inputs(call, maps, &args);
@@ -37,6 +31,13 @@ HeadGates<IntraArgs> intra_args(const stage::Call& call, const SequenceMaps& map
   args.q_heads = Divisor(call.problem.num_heads);
   args.made = factors_of(call);
   return with_head_gates(call.problem, args);
+}
+
+namespace {
+
+int32_t* forgotten_of(const stage::Call& call) {
+  return static_cast<int32_t*>(
+      static_cast<void*>(plan::find_block(*call.plan, call.workspace, block::kGdnForgotten)));
 }
 
 HeadGates<ChainArgs> chain_args(const stage::Call& call, const SequenceMaps& maps) {

@@ -25,6 +25,7 @@ inline constexpr const char* kGdnInverse = "gdn_inverse";
 inline constexpr const char* kGdnScores = "gdn_scores";
 inline constexpr const char* kGdnNumbers = "gdn_numbers";
 inline constexpr const char* kGdnForgotten = "gdn_forgotten";
+inline constexpr const char* kGdnBackwardNumbers = "gdn_backward_numbers";
 // Blocks that cuda.sm90.fused saves for a backward.
 inline constexpr const char* kKeptChunkStates = "kept_chunk_states";
 inline constexpr const char* kKeptErrors = "kept_errors";

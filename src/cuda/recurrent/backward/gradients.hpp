@@ -8,7 +8,9 @@
 
 namespace kda::cuda {
 
-/// The members that kernels of both backwards share: inputs, gradients, flags, sums of parameters.
+/// The members that kernels of all backwards share: inputs, gradients, flags, sums of parameters.
+void set_gradient_views(const stage::Backward& b, const SequenceMaps& maps, BackwardArgs* args);
+/// And where dt_bias has one bias a head, that of each channel.
 Status set_gradients(const stage::Backward& b, const SequenceMaps& maps, BackwardArgs* args);
 
 /// With what kernels of one gate a head ask for.

@@ -14,7 +14,7 @@
 
 namespace kda::cuda {
 
-Status set_gradients(const stage::Backward& b, const SequenceMaps& maps, BackwardArgs* args) {
+void set_gradient_views(const stage::Backward& b, const SequenceMaps& maps, BackwardArgs* args) {
   const stage::Call& call = b.call;
   const Problem& p = call.problem;
   const Gradients& g = b.gradients;
@@ -41,16 +41,23 @@ Status set_gradients(const stage::Backward& b, const SequenceMaps& maps, Backwar
     args->dA_log = static_cast<float*>(t.dA_log), args->stride_dA = g.dA_log->strides[0];
   if (g.ddt_bias)
     args->ddt_bias = static_cast<float*>(t.ddt_bias), args->stride_ddt = g.ddt_bias->strides[0];
-  if (g.ddt_bias && is_bias_a_head(p, *g.ddt_bias))  // that of each channel, for sum_bias()
-    args->ddt_bias =
-        static_cast<float*>(plan::find_block(*call.plan, call.workspace, block::kHeadBias)),
-    args->stride_ddt = p.key_dim;
   if (g.dA_log || g.ddt_bias)
     args->sums =
         static_cast<double*>(plan::find_block(*call.plan, call.workspace, block::kParameterSums));
   args->num_tokens = p.batch * p.num_tokens;
   args->flags = maps.flags;
   args->accumulate_flags = maps.accumulate_flags;
+}
+
+Status set_gradients(const stage::Backward& b, const SequenceMaps& maps, BackwardArgs* args) {
+  const stage::Call& call = b.call;
+  const Problem& p = call.problem;
+  const Gradients& g = b.gradients;
+  set_gradient_views(b, maps, args);
+  if (g.ddt_bias && is_bias_a_head(p, *g.ddt_bias))  // that of each channel, for sum_bias()
+    args->ddt_bias =
+        static_cast<float*>(plan::find_block(*call.plan, call.workspace, block::kHeadBias)),
+    args->stride_ddt = p.key_dim;
   return expand_bias(call, &args->gate);
 }
 

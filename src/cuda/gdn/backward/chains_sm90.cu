@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+// Chains of the backward of Gated DeltaNet. Roles of the warps: staged/backward/chains_sm90.cuh.
+// Raw q and k are the operands; decays, norms and steps are factors of tokens.
+#include "cuda/gdn/backward/chains_sm90.hpp"
+
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/launch.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/staged/backward/chains_sm90.cuh"
+
+namespace kda::cuda::gdn {
+namespace {
+
+using namespace sm90::chains;
+constexpr int kK = kMostK;
+
+struct KernelArgs : HeadGates<BackwardChainsArgs> {
+  reverse::KernelArgs right_to_left;
+  unsigned reverse_blocks;  // the first ones: their chunks take longer
+};
+
+/// A tile of q or k, which value heads share.
+template <class C, class Target, class Visit>
+__device__ __forceinline__ void visit_rows(const KernelArgs& a, const C& c, int chunk,
+                                           Target& target, const void* source, Visit&& visit) {
+  const int64_t tile = (c.chunk0 + chunk) * a.shape.H + q_head_of(a, static_cast<int>(c.head));
+  visit(&target, static_cast<const char*>(source) + tile * sizeof(target),
+        static_cast<int>(sizeof(target)));
+}
+
+/// x^T += or = factors of tokens times y^T.
+template <class C, int kTokenTiles>
+__device__ __forceinline__ void add_scaled(const C& c, const float* factors,
+                                           const float (&y)[kTokenTiles][4],
+                                           float (&x)[kTokenTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) {
+    const float2 factor = *reinterpret_cast<const float2*>(&factors[n * 8 + c.lane % 4 * 2]);
+    x[n][0] += factor.x * y[n][0], x[n][1] += factor.y * y[n][1];
+    x[n][2] += factor.x * y[n][2], x[n][3] += factor.y * y[n][3];
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void decay_state(C& c, float factor) {
+#pragma unroll
+  for (int n = 0; n < C::kTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c.state[n][i] *= factor;
+}
+
+// ---- from left to right: states and errors -----------------------------------------------------
+
+struct Errors {
+  using C = chain::Chain<T, kK, ChainUse::kErrors>;
+  static constexpr bool kRows = true;
+
+  struct alignas(1024) Stage {
+    T k[kChunk * kK], inverse[kSquare];
+    T v[kChunk * kVTile];  // then E
+    T state[kVTile * kK];  // before the chunk
+    Numbers numbers;
+  };
+
+  C c;
+  const KernelArgs& a;
+
+  __device__ explicit Errors(const KernelArgs& args) : c(args.errors), a(args) {}
+  __device__ int chunk_at(int turn) const { return turn; }
+  __device__ static unsigned block(const KernelArgs& a) { return blockIdx.x - a.reverse_blocks; }
+
+  template <class Visit>
+  __device__ void for_each_factor(int chunk, Stage& s, Visit&& visit) const {
+    visit_rows(a, c, chunk, s.k, a.made.k, visit);
+    visit_factor(c, chunk, s.numbers, a.made.numbers, visit);
+    visit_factor(c, chunk, s.inverse, a.made.inverse, visit);
+  }
+  __device__ void copy_rows(int chunk, Stage& s) const {
+    reverse::copy_d_o<kColumns>(c, a.v, chunk, c.u_tile * kVTile, s.v);
+  }
+
+  __device__ __forceinline__ void run_chunk(int, Stage& s) {
+    uint32_t rounded[C::kSteps][4], x[4][4], rest[4][4];
+    float z[C::kTokenTiles][4], e[C::kTokenTiles][4] = {};
+    const float last = s.numbers.last;
+    round_state(c, rounded);
+    ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
+    ptx::wgmma_fence();
+    chain::multiply_rows<false>(rounded, s.k, z);
+    ptx::wgmma_commit();
+    put_state(c, rounded, s.state);
+    decay_state(c, last);
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      ptx::ldmatrix_x4_trans(x[step], ptx::shared_address(c.u_piece(s.v, step)));
+    ptx::wgmma_wait<0>();
+    ptx::fence_operands(z);
+    c.template scale_tokens<-1>(s.numbers.row_k, z);
+    add_rounded(x, z);  // Z^T
+    c.round_tokens(z, x);
+    ptx::fence_operands(z);
+    ptx::wgmma_fence();
+    chain::multiply_rows<true>(x, s.inverse, z);  // E^T: the diagonal of T' is Z in fp32
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::fence_operands(z);
+    c.round_tokens(z, x);
+    put_tokens(c, x, s.v);
+    add_scaled(c, s.numbers.col_k, z, e);
+    c.round_tokens(e, x);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) c.rests(e, step, x[step], rest[step]);
+    ptx::fence_operands(c.state);
+    ptx::wgmma_fence();
+    chain::multiply_tokens(c.state, s.k, x, rest);
+    ptx::wgmma_commit();
+  }
+  /// z^T += what A operands hold.
+  __device__ __forceinline__ static void add_rounded(const uint32_t (&x)[4][4],
+                                                     float (&z)[C::kTokenTiles][4]) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = ptx::unpack<T>(x[step][i]);
+        z[2 * step + i / 2][i % 2 * 2] += pair.x;
+        z[2 * step + i / 2][i % 2 * 2 + 1] += pair.y;
+      }
+  }
+  __device__ void finish() {}
+
+  __device__ void begin_stores(int chunk, const Stage& s) const {
+    ptx::cp_async_bulk_store(tile_of<kVTile * kK>(c, c.a.h, chunk), s.state, sizeof(s.state));
+    ptx::cp_async_bulk_store(tile_of<kChunk * kVTile>(c, c.a.vn, chunk), s.v, sizeof(s.v));
+  }
+  __device__ void store_rows(int, const Stage&, int) const {}
+};
+
+// ---- from right to left: dS and dZ -------------------------------------------------------------
+
+struct Reverse {
+  using C = chain::Chain<T, kK, ChainUse::kReverse>;
+  static constexpr bool kRows = true;
+
+  struct alignas(1024) Stage {
+    T k[kChunk * kK], q[kChunk * kK], scores[kSquare], inverse[kSquare];
+    T d_o[kChunk * kVTile];  // then dZ
+    T state[kVTile * kK];    // dS behind the chunk
+    Numbers numbers;
+  };
+
+  C c;  // its state is dS
+  const KernelArgs& a;
+
+  __device__ explicit Reverse(const KernelArgs& args) : c(args.right_to_left.chain), a(args) {}
+  __device__ int chunk_at(int turn) const { return c.num_chunks - 1 - turn; }
+  __device__ static unsigned block(const KernelArgs&) { return blockIdx.x; }
+
+  template <class Visit>
+  __device__ void for_each_factor(int chunk, Stage& s, Visit&& visit) const {
+    visit_rows(a, c, chunk, s.k, a.made.k, visit);
+    visit_factor(c, chunk, s.scores, a.made.scores, visit);
+    visit_factor(c, chunk, s.numbers, a.made.numbers, visit);
+    visit_rows(a, c, chunk, s.q, a.made.q, visit);
+    visit_factor(c, chunk, s.inverse, a.made.inverse, visit);
+  }
+  __device__ void copy_rows(int chunk, Stage& s) const {
+    reverse::copy_d_o<kColumns>(c, a.right_to_left.d_o, chunk, c.u_tile * kVTile, s.d_o);
+  }
+
+  __device__ __forceinline__ void run_chunk(int chunk, Stage& s) {
+    uint32_t rounded[C::kSteps][4], d_o[4][4], tokens[4][4];
+    float x[C::kTokenTiles][4], by_state[C::kTokenTiles][4];
+    const float last = s.numbers.last;
+    reverse::load_d_o(c, s.d_o, d_o, x);
+    round_state(c, rounded);
+    round_queries(s, x, tokens);
+    c.template scale_tokens<1>(s.numbers.diag, x);
+    ptx::wgmma_wait<0>();  // as above
+    ptx::fence_operands(x);
+    ptx::wgmma_fence();
+    chain::multiply_rows<false>(rounded, s.k, by_state);
+    chain::multiply_tokens(x, s.scores, d_o);
+    ptx::wgmma_commit();
+    put_state(c, rounded, s.state);
+    decay_state(c, last);
+    ptx::fence_operands(c.state);
+    ptx::wgmma_fence();
+    chain::multiply_tokens(c.state, s.q, tokens);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    ptx::fence_operands(x);
+    ptx::fence_operands(by_state);
+    add_scaled(c, s.numbers.col_k, by_state, x);  // X^T
+    c.round_tokens(x, d_o);
+    ptx::fence_operands(x);
+    ptx::wgmma_fence();
+    chain::multiply_tokens(x, s.inverse, d_o);  // dZ^T: the diagonal of T' is X in fp32
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::fence_operands(x);
+    ptx::fence_operands(c.state);
+    c.round_tokens(x, d_o);
+    put_tokens(c, d_o, s.d_o);
+    if (c.a.o.base && !dv_is_dz()) c.store_outputs(chunk, x);
+    c.template scale_tokens<-1>(s.numbers.row_k, x);
+    c.round_tokens(x, tokens);
+    ptx::fence_operands(c.state);
+    ptx::wgmma_fence();
+    chain::multiply_tokens(c.state, s.k, tokens);
+    ptx::wgmma_commit();
+  }
+  /// (row_q d_o)^T as A operands.
+  __device__ __forceinline__ void round_queries(const Stage& s,
+                                                const float (&d_o)[C::kTokenTiles][4],
+                                                uint32_t (&out)[4][4]) const {
+    float scaled[C::kTokenTiles][4] = {};
+    add_scaled(c, s.numbers.row_q, d_o, scaled);
+    c.round_tokens(scaled, out);
+  }
+  __device__ void finish() { reverse::store_gradient(c, a.right_to_left.initial); }
+
+  /// Whether rows of dv are what dZ is.
+  __device__ bool dv_is_dz() const { return c.a.o.type == Element::kBFloat16 && c.a.o.whole_words; }
+
+  __device__ void begin_stores(int chunk, const Stage& s) const {
+    if (!c.a.h) return;  // no gradient is wanted that needs them
+    ptx::cp_async_bulk_store(tile_of<kVTile * kK>(c, c.a.h, chunk), s.state, sizeof(s.state));
+    ptx::cp_async_bulk_store(tile_of<kChunk * kVTile>(c, c.a.vn, chunk), s.d_o, sizeof(s.d_o));
+  }
+  __device__ void store_rows(int chunk, const Stage& s, int thread) const {
+    if (c.a.o.base && dv_is_dz()) store_values(c, chunk, s.d_o, thread);
+  }
+};
+
+// ---- the kernel --------------------------------------------------------------------------------
+
+template <class Direction>
+__device__ __forceinline__ void run(const KernelArgs& a) {
+  Pipeline<Direction> pipeline(a, *reinterpret_cast<Ring<Direction>*>(ptx::dynamic_shared()));
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+  pipeline.d.c.template find_place<kColumns>(warp, Direction::block(a));
+  run_warps(pipeline, warp);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    gdn_backward_chains_kernel(const __grid_constant__ KernelArgs a) {
+  ptx::griddepcontrol_wait();
+  chain::write_flags<ChainUse::kErrors>(a.errors);
+  if (blockIdx.x < a.reverse_blocks)
+    run<Reverse>(a);
+  else
+    run<Errors>(a);
+}
+
+}  // namespace
+
+Status launch_backward_chains(const HeadGates<BackwardChainsArgs>& args, const Launch& where) {
+  constexpr int kBytes = std::max(sizeof(Ring<Errors>), sizeof(Ring<Reverse>));
+  static_assert(kBytes <= sm90::kSharedMemory);
+  KernelArgs given = {};
+  static_cast<HeadGates<BackwardChainsArgs>&>(given) = args;
+  given.right_to_left = reverse::kernel_args(args.reverse);
+  int64_t blocks = chain::blocks_of<ChainUse::kReverse, kColumns>(given.right_to_left.chain);
+  given.reverse_blocks = static_cast<unsigned>(blocks);
+  if (args.errors.h) blocks += chain::blocks_of<ChainUse::kErrors, kColumns>(args.errors);
+  return launch_kernel("gdn_backward_chains_sm90", gdn_backward_chains_kernel, blocks, kThreads,
+                       kBytes, where, given);
+}
+
+}  // namespace kda::cuda::gdn

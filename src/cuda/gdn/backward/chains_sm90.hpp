@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// The chains of a backward of Gated DeltaNet, from the factors of its forward (gdn/factors.hpp):
+//   from left to right   Z = v - row_k (k S);  E = Z + (T' - I) Z;  S = exp(G_end) S + k^T (col_k
+//   E) from right to left   X = col_k (k dS) + A^T d_o + diag d_o;  dZ = X + (T' - I)^T X
+//                        dS = exp(G_end) dS + q^T (row_q d_o) - k^T (row_k dZ)
+// A holds the steps of its columns, and so do diag and col_k. dZ is dv.
+#pragma once
+
+#include "cuda/chain/chain.hpp"
+#include "cuda/gdn/factors.hpp"
+#include "cuda/launch/launch.hpp"
+#include "cuda/staged/backward/reverse.hpp"
+#include "cuda/tile/head_gates.hpp"
+
+namespace kda::cuda::gdn {
+
+/// K <= 128; bf16 rows of v and d_o, aligned to 16 bytes. `factors` of both are not used.
+struct BackwardChainsArgs {
+  Shape shape;
+  /// From left to right: leaves S0^T in h and E in vn. Without h only its flags are written.
+  cuda::ChainArgs errors;
+  ReverseArgs reverse;
+  RowView v;
+  Factors made;
+};
+
+/// Neither chain needs anything of the other: one launch has the blocks of both.
+Status launch_backward_chains(const HeadGates<BackwardChainsArgs>& args, const Launch& launch);
+
+}  // namespace kda::cuda::gdn

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward of cuda.sm90.gdn: factors of all chunks, both chains, gradients of all chunks, sums
+// for parameters. docs/design/gdn.md has the bytes that each launch reads and writes.
+#include "cuda/gdn/backward/launches.hpp"
+
+#include "core/text.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/gdn/backward/chains_sm90.hpp"
+#include "cuda/gdn/backward/grad_sm90.hpp"
+#include "cuda/gdn/intra_sm90.hpp"
+#include "cuda/gdn/launches.hpp"
+#include "cuda/launch/blocks.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/device.hpp"
+#include "cuda/recurrent/backward/gradients.hpp"
+#include "cuda/staged/backward/sizes.hpp"
+#include "plan/ledger.hpp"
+
+namespace kda::cuda::gdn {
+namespace {
+
+/// The workspace between the launches, and what all of them are given.
+struct Parts {
+  const stage::Backward& b;
+  SequenceMaps maps;
+  BackwardArgs given;
+  Factors made;
+  BackwardNumbers* numbers = nullptr;
+  void *h = nullptr, *errors = nullptr, *dh = nullptr, *dz = nullptr;
+  bool tokens = false;  ///< gradients are wanted that tokens have from states
+
+  explicit Parts(const stage::Backward& call) : b(call), made(factors_of(call.call)) {
+    numbers = static_cast<BackwardNumbers*>(find(block::kGdnBackwardNumbers));
+    h = find(block::kChunkStates), errors = find(block::kBackwardErrors);
+    dh = find(block::kChunkDStates), dz = find(block::kBackwardDz);
+    tokens = staged::wants_tokens(call.gradients);
+  }
+
+ private:
+  void* find(const char* name) const {
+    return plan::find_block(*b.call.plan, b.call.workspace, name);
+  }
+};
+
+BackwardIntraArgs backward_intra_args(const Parts& parts) {
+  BackwardIntraArgs args;
+  static_cast<HeadGates<IntraArgs>&>(args) = intra_args(parts.b.call, parts.maps);
+  args.numbers = parts.numbers;
+  return args;
+}
+
+HeadGates<BackwardChainsArgs> chains_args(const Parts& parts) {
+  const BackwardArgs& given = parts.given;
+  BackwardChainsArgs args;
+  args.shape = args.errors.shape = args.reverse.shape = given.shape;
+  args.errors.map = args.reverse.map = given.map;
+  args.errors.initial = args.reverse.initial = given.initial;
+  if (parts.tokens) {
+    args.errors.h = parts.h, args.errors.vn = parts.errors;
+    args.reverse.dh = parts.dh, args.reverse.dz = parts.dz;
+  }
+  args.errors.flags = given.flags, args.errors.accumulate_flags = given.accumulate_flags;
+  args.reverse.d_o = given.d_o, args.reverse.d_final = given.d_final;
+  args.reverse.dv = given.dv, args.reverse.d_initial = given.d_initial;
+  args.v = given.v;
+  args.made = parts.made;
+  return with_head_gates(parts.b.call.problem, args);
+}
+
+HeadGates<GradArgs> grad_args(const Parts& parts) {
+  const BackwardArgs& given = parts.given;
+  GradArgs args;
+  args.shape = given.shape, args.map = given.map;
+  args.num_chunks = most_chunks(*parts.b.call.plan);
+  args.q_heads = Divisor(given.shape.H);
+  args.gate = given.gate;
+  args.d_o = given.d_o;
+  args.dq = given.dq, args.dk = given.dk, args.dg = given.dg, args.dbeta = given.dbeta;
+  args.made = parts.made, args.numbers = parts.numbers;
+  args.h = parts.h, args.errors = parts.errors, args.dh = parts.dh, args.dz = parts.dz;
+  args.sums = given.sums;
+  return with_head_gates(parts.b.call.problem, args);
+}
+
+/// A chunk has two sums: of its one bias, and of A_log.
+BackwardArgs parameter_args(const Parts& parts) {
+  BackwardArgs args = parts.given;
+  args.shape.K = 1;
+  args.sizes.pieces = most_chunks(*parts.b.call.plan);
+  return args;
+}
+
+}  // namespace
+
+Status backward(const stage::Backward& b) {
+  if constexpr (sm90::kBuilt) {
+    const stage::Call& call = b.call;
+    const Launch early{call.stream, true};
+    Parts parts(b);
+    KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &parts.maps));
+    set_gradient_views(b, parts.maps, &parts.given);
+    KDA_RETURN_IF_ERROR(launch_intra(backward_intra_args(parts), launch_after(call, parts.maps)));
+    KDA_RETURN_IF_ERROR(launch_backward_chains(chains_args(parts), early));
+    if (!parts.tokens) return {};
+    KDA_RETURN_IF_ERROR(launch_chunk_grad(grad_args(parts), call.plan->device.num_sms, early));
+    return parts.given.sums ? launch_parameters(parameter_args(parts), early) : Status{};
+  }
+  return Status(StatusCode::kUnavailable, kNoSm90a);
+}
+
+}  // namespace kda::cuda::gdn

@@ -1,0 +1,432 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward of cuda.sm90.gdn against the oracle: gates, lengths, heads, sizes, steps, what is
+// wanted of it, and what it declines.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+
+#include "check/tolerances.hpp"
+#include "core/convert.hpp"
+#include "core/layout.hpp"
+#include "cuda/gdn/inputs.hpp"
+#include "support/backward.hpp"
+#include "support/gpu.hpp"
+#include "support/padded.hpp"
+
+namespace kda {
+namespace {
+
+using check::GradientBuffers;
+using check::GradientOptions;
+using check::Inputs;
+using test::BackwardRun;
+using test::gdn::Gates;
+using Errors = std::map<std::string, double>;
+
+constexpr const char* kName = "cuda.sm90.gdn";
+constexpr GradientOptions kBf16{.d_o_dtype = DType::kBFloat16};
+
+class GdnBackward : public test::HopperTest {};
+
+BackwardRun on_gdn() { return {.backend = "gdn"}; }
+
+void scale_by(io::Buffer* tensor, DType type, const std::function<double(int64_t)>& factor) {
+  const auto count =
+      static_cast<int64_t>(tensor->size() / static_cast<std::size_t>(dtype_size(type)));
+  for (int64_t i = 0; i < count; ++i)
+    store_element(tensor->data(), type, i,
+                  static_cast<float>(factor(i) * load_double(tensor->data(), type, i)));
+}
+
+/// Gradients of final states that are not all that few tokens get.
+GradientBuffers gradients_of(const Inputs& inputs, const GradientOptions& options = kBf16) {
+  GradientBuffers buffers = check::make_gradients(inputs, options);
+  if (buffers.gradients.d_final_state)
+    scale_by(&buffers.d_final_state, buffers.gradients.d_final_state->dtype,
+             [](int64_t) { return 0.1; });
+  return buffers;
+}
+
+void run(const Inputs& inputs, GradientBuffers* buffers, const BackwardRun& how = on_gdn()) {
+  test::BackwardCall call(inputs, buffers->gradients, how);
+  ASSERT_EQ(call.plan.plan.implementation, kName);
+  throw_if_error(call.run(buffers));
+}
+
+check::GradientComparison all_errors(const Inputs& inputs, const GradientBuffers& buffers) {
+  return check::compare_gradients(inputs, buffers,
+                                  {.marginal = check::is_marginal(inputs),
+                                   .operands = DType::kBFloat16,
+                                   .num_threads = test::oracle_threads()});
+}
+
+/// Errors of every gradient over all heads; those of each head are within their tolerances.
+Errors errors_of(const Inputs& inputs, const GradientBuffers& buffers, const std::string& what) {
+  const check::GradientComparison comparison = all_errors(inputs, buffers);
+  for (const auto& [name, errors] : comparison.errors) {
+    const check::HeadError* worst = check::worst_error(errors);
+    EXPECT_LE(worst->error, worst->tolerance)
+        << what << ": " << name << " of sequence " << worst->sequence << ", head " << worst->head;
+  }
+  if (std::getenv("KDA_TEST_VERBOSE"))
+    for (const auto& [name, error] : comparison.all_heads)
+      std::printf("  %-28s %-16s %.2e\n", what.c_str(), name.c_str(), error);
+  return comparison.all_heads;
+}
+
+Errors expect_within(const Inputs& inputs, GradientBuffers buffers, const std::string& what,
+                     const BackwardRun& how = on_gdn()) {
+  run(inputs, &buffers, how);
+  return errors_of(inputs, buffers, what);
+}
+Errors expect_within(const Inputs& inputs, const std::string& what) {
+  return expect_within(inputs, gradients_of(inputs), what);
+}
+
+// ---- gates
+
+/// The gradient by the one gate of a token, which the oracle has by channel.
+double gate_gradient(const cpu::oracle::HeadGradients& truth, int64_t token) {
+  double sum = 0;
+  for (std::size_t d = 0; d < 128; ++d)
+    sum += truth.dg.value[static_cast<std::size_t>(token) * 128 + d];
+  return sum;
+}
+
+/// 1.15 times what bf16 operands, states, errors and outputs cost in emulation, relative L2 over
+/// all heads, in the order of `names`, and 0.4e-3 at least.
+void expect_all_within(const Errors& errors, const std::array<double, 6>& bounds,
+                       const std::string& what) {
+  constexpr const char* kNames[] = {"dq", "dk", "dv", "dg", "dbeta", "d_initial_state"};
+  for (std::size_t i = 0; i < bounds.size(); ++i)
+    EXPECT_LE(errors.at(kNames[i]), 1e-3 * std::max(1.15 * bounds[i], 0.4))
+        << what << ": " << kNames[i];
+}
+
+TEST_F(GdnBackward, EveryGate) {
+  const int64_t tokens = test::emulated() ? 200 : 1000;
+  for (const Gates gates : test::gdn::kAllGates) {
+    const std::string name = test::gdn::name_of(gates);
+    const int64_t heads = test::emulated() ? 1 : 2;
+    const Inputs inputs = test::gdn::inputs_of(
+        {.lengths = {tokens}, .H = heads, .HV = 3 * heads, .K = 128, .V = 128, .gates = gates});
+    std::array<double, 6> bounds{2.8, 3.9, 3.2, 2.9, 4.1, 2.5};
+    if (gates == Gates::kPositive)  // states grow, and what rounding has left in them
+      for (double& bound : bounds) bound *= 1.5;
+    expect_all_within(expect_within(inputs, name), bounds, name);
+  }
+}
+
+TEST_F(GdnBackward, EqualKeysWithStepsNear2) {
+  // What the forward loses of its states there (docs/design/gdn.md) the gradients have lost too.
+  const Inputs inputs = test::gdn::inputs_of(
+      {.lengths = {150}, .K = 128, .V = 128, .gates = Gates::kSlow, .equal_keys = true});
+  GradientBuffers buffers = gradients_of(inputs);
+  run(inputs, &buffers);
+  for (const auto& [name, error] : all_errors(inputs, buffers).all_heads)
+    EXPECT_LE(error, 0.2) << name;
+}
+
+// ---- lengths, heads, sizes
+
+TEST_F(GdnBackward, LengthsAroundChunks) {
+  const std::vector<int64_t> lengths{1, 2, 15, 16, 17, 0, 33, 63, 64, 65, 127, 129};
+  std::size_t turn = 0;
+  for (const Gates gates : {Gates::kTrained, Gates::kNeedle})
+    expect_within(
+        test::gdn::inputs_of(
+            {.lengths = lengths, .HV = 1, .K = 128, .V = 128, .gates = gates, .seed = ++turn}),
+        test::gdn::name_of(gates));
+}
+
+TEST_F(GdnBackward, NoTokens) {
+  const Inputs inputs = test::gdn::inputs_of({.lengths = {0, 0}, .K = 128, .V = 128, .bias = true});
+  expect_within(inputs, "no tokens");
+}
+
+TEST_F(GdnBackward, ValueHeadsOfAQueryHead) {
+  for (const int64_t of_each : {3, 5})
+    for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled})
+      expect_within(test::gdn::inputs_of({.lengths = {90, 20},
+                                          .H = 2,
+                                          .HV = 2 * of_each,
+                                          .K = 128,
+                                          .V = 128,
+                                          .map = map,
+                                          .bias = true}),
+                    std::to_string(of_each) + (map == HeadMap::kTiled ? " tiled" : " grouped"));
+}
+
+TEST_F(GdnBackward, SizesOfHeads) {
+  for (const auto& [K, V] :
+       {std::pair<int64_t, int64_t>{128, 256}, {96, 192}, {72, 8}, {64, 64}, {128, 72}, {16, 128}})
+    expect_within(test::gdn::inputs_of({.lengths = {100}, .K = K, .V = V}),
+                  "K " + std::to_string(K) + " V " + std::to_string(V));
+}
+
+TEST_F(GdnBackward, BlocksTakeSeveralChunks) {
+  // As on a GPU with few SMs: 2 blocks for 12 chunks, of which some have no sequence.
+  const Inputs padded = test::with_rows_behind(test::gdn::inputs_of(
+      {.lengths = {130, 0, 70, 60}, .H = 2, .HV = 4, .K = 128, .V = 128, .bias = true}));
+  BackwardRun few = on_gdn();
+  few.num_sms = 2;
+  few.from_bounds = true;
+  GradientBuffers buffers = gradients_of(padded);
+  run(padded, &buffers, few);
+  const int64_t tokens = padded.problem.num_tokens, end = padded.cu_seqlens.back();
+  for (const io::Buffer* rows :
+       {&buffers.dq, &buffers.dk, &buffers.dv, &buffers.dg, &buffers.dbeta})
+    EXPECT_TRUE(test::rows_are_zero(*rows, tokens, end, tokens));
+  errors_of(test::without_rows_behind(padded), buffers, "lengths on the device");
+}
+
+// ---- steps and norms
+
+TEST_F(GdnBackward, PlainSteps) {
+  for (const double beta : {2.0, 1.0, 0x1p-9, 0.0, -0.5}) {
+    Inputs inputs = test::gdn::inputs_of({.lengths = {100}, .K = 128, .V = 128});
+    test::gdn::set_betas(&inputs, beta);
+    expect_within(inputs, "beta " + std::to_string(beta));
+  }
+}
+
+TEST_F(GdnBackward, KeysAndQueriesOfAnyLength) {
+  Inputs inputs =
+      test::gdn::inputs_of({.lengths = {100}, .K = 128, .V = 128, .gates = Gates::kSlow});
+  inputs.problem.qk_l2norm = false;
+  // Steps of 1 and keys of length 1.2 let states grow.
+  scale_by(&inputs.k, DType::kBFloat16, [](int64_t) { return 1.2 / std::sqrt(128.0); });
+  scale_by(&inputs.q, DType::kBFloat16, [](int64_t i) { return i / 128 % 2 ? 0x1p10 : 0x1p-10; });
+  expect_within(inputs, "no norm");
+  inputs.problem.qk_l2norm = true;
+  scale_by(&inputs.k, DType::kBFloat16, [](int64_t i) { return i / 128 % 2 ? 0x1p20 : 1; });
+  expect_within(inputs, "norm of long keys");
+}
+
+// ---- gradients of any size
+
+TEST_F(GdnBackward, GradientsOfAnySize) {
+  const Inputs inputs = test::gdn::inputs_of({.lengths = {100}, .K = 128, .V = 128});
+  for (const double size : {0x1p30, 0x1p-30}) {
+    GradientBuffers buffers = gradients_of(inputs);
+    scale_by(&buffers.d_o, DType::kBFloat16, [=](int64_t) { return size; });
+    scale_by(&buffers.d_final_state, DType::kFloat32, [=](int64_t) { return size; });
+    expect_within(inputs, buffers, "d_o times " + std::to_string(size));
+  }
+}
+
+/// What later tokens have does not cost earlier ones their digits: nothing is subtracted.
+TEST_F(GdnBackward, EarlyTokensKeepTheirDigits) {
+  for (const Gates gates : {Gates::kStrong, Gates::kNeedle}) {
+    const Inputs inputs =
+        test::gdn::inputs_of({.lengths = {128}, .HV = 1, .K = 128, .V = 128, .gates = gates});
+    GradientBuffers buffers = gradients_of(inputs);
+    const auto early = [](int64_t token) { return token % 64 < 32; };
+    scale_by(&buffers.d_o, DType::kBFloat16,
+             [&](int64_t i) { return early(i / 128) ? 0x1p-24 : 1; });
+    scale_by(&buffers.d_final_state, DType::kFloat32, [](int64_t) { return 0; });
+    run(inputs, &buffers);
+    std::vector<cpu::oracle::HeadGradients> truths;
+    check::compare_gradients(inputs, buffers, {.operands = DType::kBFloat16}, &truths);
+    std::vector<double> errors;
+    for (int64_t t = 0; t < 128; ++t) {
+      const double truth = gate_gradient(truths[0], t);
+      if (t % 64 < 16 && truth != 0)
+        errors.push_back(std::abs(load_double(buffers.dg.data(), DType::kFloat32, t) - truth) /
+                         std::abs(truth));
+    }
+    ASSERT_GT(errors.size(), 20u);
+    std::sort(errors.begin(), errors.end());
+    EXPECT_LE(errors[errors.size() / 2], 0.02) << test::gdn::name_of(gates);
+  }
+}
+
+TEST_F(GdnBackward, ZerosBehindALoss) {
+  const Inputs inputs = test::gdn::inputs_of({.lengths = {150}, .HV = 1, .K = 128, .V = 128});
+  GradientBuffers buffers = gradients_of(inputs);
+  constexpr int64_t kLast = 75;
+  scale_by(&buffers.d_o, DType::kBFloat16, [](int64_t i) { return i / 128 <= kLast ? 1 : 0; });
+  scale_by(&buffers.d_final_state, DType::kFloat32, [](int64_t) { return 0; });
+  run(inputs, &buffers);
+  for (const io::Buffer* rows :
+       {&buffers.dq, &buffers.dk, &buffers.dv, &buffers.dg, &buffers.dbeta})
+    EXPECT_TRUE(test::rows_are_zero(*rows, 150, kLast + 1, 150));
+}
+
+// ---- states
+
+TEST_F(GdnBackward, PoolsAndMasksOfInitialStates) {
+  Inputs inputs = test::gdn::inputs_of({.lengths = {40, 30}, .HV = 1, .K = 128, .V = 128});
+  const std::size_t state = std::size_t{128} * 128 * sizeof(float);
+  io::Buffer pool(3 * state);
+  pool.fill(0xff);
+  std::memcpy(pool.data() + 2 * state, inputs.initial_state.data(), state);
+  std::memcpy(pool.data(), inputs.initial_state.data() + state, state);
+  Inputs pooled = inputs;
+  pooled.initial_state = pool;
+  pooled.problem.initial_state->num_slots = 3;
+  pooled.problem.initial_state->indexed = true;
+  GradientBuffers dense = gradients_of(inputs), a = dense, b = dense;
+  run(inputs, &dense);
+  const int32_t none[] = {2, -1}, all[] = {2, 0};
+  BackwardRun how = on_gdn();
+  how.state_indices = none;
+  run(pooled, &a, how);
+  const uint8_t mask[] = {1, 0};
+  pooled.problem.initial_state_mask = true;
+  how.state_indices = all, how.state_mask = mask;
+  run(pooled, &b, how);
+  EXPECT_TRUE(test::same_gradients(a, b));
+  EXPECT_EQ(std::memcmp(a.d_initial_state.data(), dense.d_initial_state.data(), state), 0);
+  EXPECT_TRUE(test::rows_are_zero(a.d_initial_state, 2, 1, 2));
+}
+
+TEST_F(GdnBackward, StatesInBf16) {
+  Inputs inputs = test::gdn::inputs_of({.lengths = {100}, .K = 128, .V = 128});
+  io::Buffer rounded(inputs.initial_state.size() / 2);
+  for (int64_t i = 0; i < int64_t{2} * 128 * 128; ++i)
+    store_element(rounded.data(), DType::kBFloat16, i, inputs.initial_state.as<float>()[i]);
+  inputs.initial_state = rounded;
+  inputs.problem.initial_state->tensor = contiguous(DType::kBFloat16, {1, 2, 128, 128});
+  expect_within(inputs, check::make_gradients(inputs, kBf16), "bf16 states");
+}
+
+// ---- what is wanted
+
+TEST_F(GdnBackward, SomeGradientsAreNotWanted) {
+  const Inputs inputs = test::gdn::inputs_of({.lengths = {70}, .K = 128, .V = 128, .bias = true});
+  const GradientBuffers unwritten = gradients_of(inputs);
+  GradientBuffers all = unwritten;
+  run(inputs, &all);
+  const std::pair<std::optional<TensorDesc> Gradients::*, io::Buffer GradientBuffers::*> each[] = {
+      {&Gradients::dq, &GradientBuffers::dq},
+      {&Gradients::dk, &GradientBuffers::dk},
+      {&Gradients::dg, &GradientBuffers::dg},
+      {&Gradients::dbeta, &GradientBuffers::dbeta},
+      {&Gradients::dA_log, &GradientBuffers::dA_log},
+      {&Gradients::ddt_bias, &GradientBuffers::ddt_bias},
+      {&Gradients::dv, &GradientBuffers::dv},
+      {&Gradients::d_initial_state, &GradientBuffers::d_initial_state}};
+  GradientBuffers none = unwritten, values = all;  // values: dv and d_initial_state
+  for (const auto& [desc, buffer] : each) {
+    GradientBuffers got = unwritten, want = all;
+    (got.gradients.*desc).reset();
+    want.*buffer = unwritten.*buffer;
+    run(inputs, &got);
+    EXPECT_TRUE(test::same_gradients(got, want));
+    if (desc == &Gradients::dv || desc == &Gradients::d_initial_state) continue;
+    (none.gradients.*desc).reset();
+    values.*buffer = unwritten.*buffer;
+  }
+  test::BackwardCall call(inputs, none.gradients, on_gdn());
+  EXPECT_EQ(call.plan.plan.kernels.size(), 2u);
+  throw_if_error(call.run(&none));
+  EXPECT_TRUE(test::same_gradients(none, values));
+}
+
+TEST_F(GdnBackward, GradientsThatCome) {
+  const Inputs inputs = test::gdn::inputs_of(
+      {.lengths = {70}, .K = 128, .V = 128, .gates = Gates::kSlow, .initial_state = false});
+  expect_within(inputs, gradients_of(inputs, {.d_o = false}), "d_final_state alone");
+  expect_within(inputs,
+                gradients_of(inputs, {.d_final_state = false, .d_o_dtype = DType::kBFloat16}),
+                "d_o alone");
+}
+
+TEST_F(GdnBackward, TypesAndStrides) {
+  for (const DType gate : {DType::kBFloat16, DType::kFloat16})
+    for (const DType out : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+      if (test::emulated() && (gate == DType::kFloat16) != (out == DType::kFloat32)) continue;
+      Inputs inputs = test::gdn::inputs_of(
+          {.lengths = {70}, .K = 128, .V = 128, .gates = Gates::kSlow, .gate = gate});
+      GradientBuffers buffers = gradients_of(inputs);
+      Gradients& g = buffers.gradients;
+      for (const auto& [desc, buffer] :
+           {std::pair{&g.dv, &buffers.dv}, std::pair{&g.dg, &buffers.dg},
+            std::pair{&g.dbeta, &buffers.dbeta}}) {
+        *buffer = io::Buffer(buffer->size() / static_cast<std::size_t>(dtype_size((*desc)->dtype)) *
+                             static_cast<std::size_t>(dtype_size(out)));
+        buffer->fill(0xff);
+        (*desc)->dtype = out;
+      }
+      test::restride(&inputs, 8);
+      test::restride_gradients(inputs.problem, &buffers, 8);
+      // Rows of dq and dk are aligned to 16 bytes.
+      const GradientBuffers dense = gradients_of(inputs);
+      buffers.dq = dense.dq, buffers.dk = dense.dk;
+      g.dq = dense.gradients.dq, g.dk = dense.gradients.dk;
+      test::pad_tensor(&buffers.dq, &*g.dq, qk_shape(inputs.problem), 8);
+      test::pad_tensor(&buffers.dk, &*g.dk, qk_shape(inputs.problem), 16);
+      expect_within(inputs, buffers, std::string(dtype_name(gate)) + " " + dtype_name(out));
+    }
+}
+
+// ---- bits
+
+TEST_F(GdnBackward, BitsAreTheSameAgainAndAlone) {
+  const Inputs inputs =
+      test::gdn::inputs_of({.lengths = {100, 70}, .K = 128, .V = 128, .gates = Gates::kTrained});
+  GradientBuffers a = gradients_of(inputs), b = a;
+  run(inputs, &a);
+  BackwardRun few = on_gdn();
+  few.num_sms = 1;
+  run(inputs, &b, few);
+  EXPECT_TRUE(test::same_gradients(a, b));
+  const Inputs alone = test::only_sequence(inputs, 0);
+  GradientBuffers c = gradients_of(alone);
+  const auto copy = [](io::Buffer* to, const io::Buffer& from) {
+    std::copy_n(from.data(), to->size(), to->data());
+  };
+  copy(&c.d_o, a.d_o), copy(&c.d_final_state, a.d_final_state);
+  run(alone, &c);
+  const std::pair<const io::Buffer*, const io::Buffer*> each[] = {
+      {&c.dq, &a.dq}, {&c.dk, &a.dk}, {&c.dv, &a.dv}, {&c.dg, &a.dg}, {&c.dbeta, &a.dbeta}};
+  for (const auto& [one, all] : each)
+    EXPECT_EQ(std::memcmp(one->data(), all->data(), one->size()), 0);
+}
+
+// ---- what it declines
+
+std::string refusal(const Inputs& inputs, const Gradients& gradients, const char* backend = "gdn",
+                    int32_t capability = 90) {
+  Plan forward;
+  BackwardPlan plan;
+  throw_if_error(
+      make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, capability), {}, &forward));
+  PlanOptions options;
+  options.backend = backend;
+  const Status status = make_backward_plan(forward, gradients, options, &plan);
+  return status.ok() ? plan.plan.implementation : std::string(status.message());
+}
+
+TEST(GdnBackwardPlan, ServesWhoNamesIt) {
+  const Inputs inputs = test::gdn::inputs_of({.K = 128, .V = 128});
+  const Gradients good = check::make_gradients(inputs, kBf16).gradients;
+  EXPECT_EQ(refusal(inputs, good), kName);
+  EXPECT_EQ(refusal(inputs, good, ""), "cuda.sm80.staged");
+  const std::string begin = std::string("backend: ") + kName + " cannot serve: ";
+  const auto expect = [&](const std::string& reason, auto&& change) {
+    Gradients g = good;
+    change(g);
+    EXPECT_EQ(refusal(inputs, g), begin + reason);
+  };
+  expect("d_o is not of bf16 rows aligned to 16 bytes",
+         [](Gradients& g) { g.d_o->dtype = DType::kFloat32; });
+  expect("dk is not of bf16 rows aligned to 16 bytes",
+         [](Gradients& g) { g.dk->dtype = DType::kFloat32; });
+  EXPECT_EQ(refusal(inputs, good, "gdn", 100),
+            begin + "is for compute capability 90, sm_100, 132 SMs has 100");
+  Inputs fp16 = inputs;
+  fp16.problem.v.dtype = DType::kFloat16;
+  EXPECT_EQ(refusal(fp16, good), begin + "v is fp16; needs bf16");
+}
+
+}  // namespace
+}  // namespace kda
