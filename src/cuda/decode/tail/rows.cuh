@@ -41,7 +41,7 @@ struct Rows {
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
         warps(static_cast<int>(blockDim.x) / 32),
-        layout(Layout::of(args.rows, args.most_tokens, kK, kDense ? kK : args.shape.V)),
+        layout(Layout::of(args.most_sure, args.most_tokens, kK, kDense ? kK : args.shape.V)),
         shared(reinterpret_cast<float*>(ptx::dynamic_shared())) {}
 
   __device__ int columns() const { return kDense ? kK : layout.columns; }
