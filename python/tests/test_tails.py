@@ -142,20 +142,21 @@ def test_half_rows_equal_a_plain_decode(dtype):
 
 @on_each_device
 def test_every_cut_has_the_same_bits():
-    """Decodes of several tokens do not reach beyond a boundary."""
+    """Decodes of several tokens do not reach beyond a boundary. A prefill on a GPU has its forward's roundings."""
     torch.manual_seed(2)
     options, x, slots = gate(), tokens(50), at(1)
     results = []
     for cut in ([50], [1] * 50, [13, 1, 2, 1, 1, 21, 5, 6]):
         pool, tail, done, found = new_pool(), new_tail(), 0, []
         for count in cut:
-            function = libkda.decode if count <= 5 else prefill
+            function = libkda.decode if count <= 5 else libkda.prefill
             found.append(function(**part(x, done, done + count), pool=pool, slots=slots, tail=tail, positions=at(done),
                                   has_state=at(done > 0), **options, **SIGMOID))
             done += count
         libkda.settle(pool, slots, tail=tail, positions=at(done), **options)
         results.append((torch.cat(found, 1), pool[1]))
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
+    for a, b in ((a, b) for other in results[1:] for a, b in zip(results[0], other)):
+        assert distance(a, b.double()) < 1e-5 if slots.is_cuda else torch.equal(a, b)
 
 
 @on_each_device

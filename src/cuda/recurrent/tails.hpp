@@ -25,7 +25,7 @@ Status tail_forward(const stage::Call& call,
 
 // launches.cpp
 
-/// What kernels of decode are told of a call; makes its maps.
+/// Fills the arguments of kernels of decode, and makes the maps of a call.
 Status make_decode_args(const stage::Call& call, DecodeArgs* args);
 
 }  // namespace kda::cuda::recurrent
