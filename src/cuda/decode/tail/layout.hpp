@@ -50,12 +50,10 @@ struct Layout {
   KDA_HOST_DEVICE_INLINE int32_t pairs() const {
     return scores() + batch * rounds * parts() * 2 * kRound;
   }
-  KDA_HOST_DEVICE_INLINE int32_t bias() const { return pairs() + kMostWarps * 2 * kRound; }
   /// Squares of keys, of q, and products of the two: a sum a part.
-  KDA_HOST_DEVICE_INLINE int32_t squares() const { return bias() + keys; }
+  KDA_HOST_DEVICE_INLINE int32_t squares() const { return pairs() + kMostWarps * 2 * kRound; }
   KDA_HOST_DEVICE_INLINE int32_t of_q() const { return squares() + parts() * rows; }
-  KDA_HOST_DEVICE_INLINE int32_t a_log() const { return of_q() + parts() * 2 * tokens; }
-  KDA_HOST_DEVICE_INLINE int32_t beta() const { return a_log() + kMostWarps; }
+  KDA_HOST_DEVICE_INLINE int32_t beta() const { return of_q() + parts() * 2 * tokens; }
   KDA_HOST_DEVICE_INLINE int32_t before() const { return beta() + tokens; }
   KDA_HOST_DEVICE_INLINE int32_t floats() const { return before() + tokens; }
 };
