@@ -229,6 +229,7 @@ struct Rows {
       ptx::cp_async<16>(to + i * kK * 4, base + row_of(i) * step);
     }
   }
+
   __device__ void copy(const RowView& view, int64_t at, float* row) const {
     const int shift = shift_of(view);
     if (lane < 1 << shift)
