@@ -32,6 +32,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/segments/fold_states.cu
   src/cuda/recurrent/backward/head_gates.cu
   src/cuda/decode/head_gates.cu
+  src/cuda/decode/tail/ends.cu
   src/cuda/decode/tail/move_rows.cu
   src/cuda/decode/tail/tail.cu
   src/cuda/recurrent/head_gates.cu
@@ -87,6 +88,7 @@ set(KDA_CUDA_KERNELS_SM90A
 set(KDA_CUDA_HOST src/cuda/recurrent/backward/launches.cpp src/cuda/launch/checkpoint_places.cpp src/cuda/launch/device.cpp
                   src/cuda/launch/head_bias.cpp
                   src/cuda/fused/launches.cpp src/cuda/fused/portable/launches.cpp src/cuda/gdn/backward/launches.cpp src/cuda/gdn/launches.cpp src/cuda/layer/launches.cpp src/cuda/recurrent/launches.cpp
+                  src/cuda/recurrent/tails.cpp
                   src/cuda/segments/launches.cpp src/cuda/staged/launches.cpp
                   src/cuda/staged/backward/arguments.cpp src/cuda/staged/backward/launches.cpp src/cuda/launch/views.cpp
                   src/cuda/launch/zero_rows.cpp)

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -197,6 +198,8 @@ struct Plan {
   /// keeps it until that call. Only plans that were asked to save something have such blocks.
   std::vector<WorkspaceBlock> saved;
   std::size_t saved_bytes = 0;
+  /// A forward with a tail on a GPU: the forward of what comes to lie in front of the boundaries.
+  std::shared_ptr<const Plan> inner;
 
   std::string to_text(bool explain = false) const;
   std::string to_json() const;

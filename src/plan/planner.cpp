@@ -134,9 +134,8 @@ std::string why_no_tail(Heads rows, const Request& request,
   for (std::size_t i = 0; i < rows.size(); ++i)
     if (rows[i]->device == request.device.kind && rows[i]->decline_tail)
       return candidates[i].reason;
-  const char* device = device_kind_name(request.device.kind);
-  return cat("tail: ", operation_name(request.problem.operation), " has none on ", device,
-             " yet, decode has: call without a tail, then write the position to tail.folded");
+  return cat("tail: ", operation_name(request.problem.operation), " has none on ",
+             device_kind_name(request.device.kind));
 }
 
 /// The first row that serves; null: none does, in a build that can still print the plan.
@@ -310,6 +309,41 @@ void resolve_options(Plan* plan) {
   }
 }
 
+/// How the device has a forward with a tail, where that is around one without; else null.
+const registry::TailForward* tail_forward(const Problem& p, const DeviceFacts& device) {
+  return p.tail && p.operation == Operation::kForward ? registry::tail_forward(device.kind)
+                                                      : nullptr;
+}
+
+Status build_plan(Heads rows, const Problem& problem, const std::span<const int64_t>* cu_seqlens,
+                  const DeviceFacts& device, const PlanOptions& options, Plan* plan,
+                  const Gradients* gradients);
+
+/// Plans the forward inside, from bounds, for `plan`, which has all that does not depend on a row.
+/// The row that is chosen for it serves both.
+Status plan_around(const registry::TailForward& tail, Heads rows, const Request& request,
+                   Plan* plan) {
+  if (std::string reason = tail.decline(request); !reason.empty())
+    return Status(StatusCode::kUnsupported, std::move(reason));
+  auto inner = std::make_shared<Plan>();
+  KDA_RETURN_IF_ERROR(build_plan(rows, tail.inner(request.problem), nullptr, request.device,
+                                 request.options, inner.get(), nullptr));
+  plan->implementation = inner->implementation;
+  plan->resolved = inner->resolved;
+  plan->candidates = inner->candidates;
+  plan->chunk_size = inner->chunk_size;
+  plan->device_cut = inner->device_cut;
+  plan->reasons = inner->reasons;
+  plan->inner = inner;
+  if (plan->lengths_known) count_chunks(plan);
+  const auto chosen = std::find_if(
+      rows.begin(), rows.end(), [&](const Head* row) { return row->name == plan->implementation; });
+  if (chosen == rows.end()) return {};
+  plan::PlanBuilder builder(**chosen, nullptr, plan);
+  tail.plan(builder, *inner);
+  return builder.status();
+}
+
 Status build_plan(Heads rows, const Problem& problem, const std::span<const int64_t>* cu_seqlens,
                   const DeviceFacts& device, const PlanOptions& options, Plan* plan,
                   const Gradients* gradients) {
@@ -328,8 +362,10 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
   } else {
     plan->reasons.push_back("planned from bounds: lengths unknown");
   }
-  const Head* chosen = nullptr;
   const Request request{problem, device, options, gradients, plan->cu_seqlens};
+  if (const auto* tail = tail_forward(problem, device))
+    return plan_around(*tail, rows, request, plan);
+  const Head* chosen = nullptr;
   KDA_RETURN_IF_ERROR(choose(rows, request, &plan->candidates, &chosen));
   plan->chunk_size = chosen ? chosen->chunk_size : kDefaultChunk;
   if (cu_seqlens) count_chunks(plan);
@@ -388,7 +424,12 @@ Status supported(const Problem& problem, const DeviceFacts& device,
     asked.backend = options.backend;
     asked.keep = options.keep, asked.kept_state_every = options.kept_state_every;
     KDA_RETURN_IF_ERROR(check_options(problem, device, asked));
-    const Request request{problem, device, asked};
+    const auto* tail = tail_forward(problem, device);
+    if (tail)
+      if (std::string reason = tail->decline({problem, device, asked}); !reason.empty())
+        return Status(StatusCode::kUnsupported, std::move(reason));
+    const Problem served = tail ? tail->inner(problem) : problem;
+    const Request request{served, device, asked};
     std::vector<Candidate> candidates;
     const Head* chosen = nullptr;
     KDA_RETURN_IF_ERROR(choose(registry::heads(problem.operation), request, &candidates, &chosen));

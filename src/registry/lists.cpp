@@ -55,6 +55,12 @@ std::span<const Head* const> backward_heads() noexcept {
   return kHeads;
 }
 
+const TailForward* tail_forward(DeviceKind device) noexcept {
+  for (const DecodeRow* row : kDecode)
+    if (row->head.device == device && row->tail_forward) return row->tail_forward;
+  return nullptr;
+}
+
 const LayerRow* layer_row(DeviceKind device) noexcept {
   for (const LayerRow* row : kLayer)
     if (row->device == device) return row;

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -141,9 +142,23 @@ struct ForwardRow {
   Status (*place_checkpoints)(const stage::Call& call, int32_t* places) = nullptr;
 };
 
+/// A forward with a tail, around a forward without one that a row of the same device computes.
+struct TailForward {
+  /// Empty if it serves the problem, else why not.
+  std::string (*decline)(const Request& request);
+  /// The problem of the forward inside, whose lengths only the device knows.
+  Problem (*inner)(const Problem& problem);
+  /// Adds its part to a plan, which has `inner` and nothing else yet.
+  void (*plan)(plan::PlanBuilder& builder, const Plan& inner);
+  /// Calls `forward` for the plan's `inner`, once or more.
+  Status (*run)(const stage::Call& call,
+                const std::function<Status(const stage::Call& inner)>& forward);
+};
+
 struct DecodeRow {
   Head head;
   Status (*decode)(const stage::Decode& args);
+  const TailForward* tail_forward = nullptr;  ///< null: rows of forwards have tails, or nobody
 };
 
 struct BackwardRow {
@@ -186,6 +201,9 @@ std::span<const DecodeRow* const> decode_rows() noexcept;
 std::span<const BackwardRow* const> backward_rows() noexcept;
 
 inline constexpr Operation kOperations[] = {Operation::kForward, Operation::kDecode};
+
+/// How a device has forwards with a tail; null: rows of forwards have tails themselves, or nobody.
+const TailForward* tail_forward(DeviceKind device) noexcept;
 
 /// The heads of an operation's rows, in the order of its list.
 std::span<const Head* const> heads(Operation operation) noexcept;

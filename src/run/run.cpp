@@ -238,6 +238,17 @@ Status check_maps(const Problem& p, const SpanMaps& maps) {
   return {};
 }
 
+Status run_forward(const ForwardRow& row, const stage::Call& call);
+
+/// A forward around one without a tail.
+Status run_tail_forward(const ForwardRow& row, const stage::Call& call) {
+  const registry::TailForward* tail = registry::tail_forward(row.head.device);
+  return tail->run(call, [&](const stage::Call& inner) {
+    KDA_RETURN_IF_ERROR(run_forward(row, inner));
+    return zero_outputs(row.head, inner);
+  });
+}
+
 Status run_forward(const ForwardRow& row, const stage::Call& call) {
   if (call.plan->device_cut.on) return run_one_pass(row, call);
   if (!call.plan->segmented) return row.forward(with_kept({call, {}, nullptr}));
@@ -267,6 +278,7 @@ Status forward(std::span<const ForwardRow* const> rows, const Plan& plan, const 
                void* workspace, std::size_t workspace_bytes, void* stream) noexcept {
   return checked_call(rows, plan, tensors, workspace, workspace_bytes, stream,
                       [&](const ForwardRow& row, const stage::Call& call) {
+                        if (plan.inner) return run_tail_forward(row, call);
                         KDA_RETURN_IF_ERROR(run_forward(row, call));
                         KDA_RETURN_IF_ERROR(zero_outputs(row.head, call));
                         return mark_kept(row.head, plan, tensors);

@@ -193,8 +193,9 @@ class TailSteps {
  public:
   static constexpr int kSteps = 12;
 
-  TailSteps() : inputs_(decode_inputs(6, false)) {
+  explicit TailSteps(Operation operation) : inputs_(decode_inputs(6, false)) {
     Problem& p = inputs_.problem;
+    p.operation = operation;
     p.num_heads /= 2;  // the q/k heads behind the first ones are left out
     p.initial_state->indexed = true;
     p.tail = tails(p, kTailBoundary + 2);
@@ -249,22 +250,25 @@ class TailSteps {
 };
 
 /// Folds are in the graph: where they come only positions say.
-TEST_F(Streams, GraphsOfStepsWithTailsFold) {
-  TailSteps waits, replayed;
-  const std::vector<std::byte> before = waits.written();
-  for (int i = 0; i < TailSteps::kSteps; ++i) {
-    waits.step(i);
+TEST_F(Streams, GraphsOfCallsWithTailsFold) {
+  for (const Operation operation : {Operation::kDecode, Operation::kForward}) {
+    TailSteps waits(operation), replayed(operation);
+    const int steps = operation == Operation::kDecode ? TailSteps::kSteps : 6;  // to token 18
+    const std::vector<std::byte> before = waits.written();
+    for (int i = 0; i < steps; ++i) {
+      waits.step(i);
+      check::synchronize_device();
+    }
     check::synchronize_device();
+    const Stream stream;
+    const Graph graph(stream, [&] {
+      for (int i = 0; i < steps; ++i) replayed.step(i, stream.stream);
+    });
+    graph.launch(stream);
+    const std::vector<std::byte> expected = waits.written();
+    EXPECT_TRUE(expected != before);
+    EXPECT_TRUE(replayed.written() == expected);
   }
-  check::synchronize_device();
-  const Stream stream;
-  const Graph graph(stream, [&] {
-    for (int i = 0; i < TailSteps::kSteps; ++i) replayed.step(i, stream.stream);
-  });
-  graph.launch(stream);
-  const std::vector<std::byte> expected = waits.written();
-  EXPECT_TRUE(expected != before);
-  EXPECT_TRUE(replayed.written() == expected);
 }
 
 TEST_F(Streams, SixteenThreadsWithAStreamEachEqualOneAfterTheOther) {

@@ -42,7 +42,11 @@ struct World {
   std::vector<int64_t> lengths;  ///< cu_seqlens, which the plan does not know; empty: none
   std::function<void(Problem*)> change = [](Problem*) {};
   std::string backend;
-  int32_t flags = 0;  ///< device_flags of the last call on a GPU
+  std::string of_forward;  ///< the backend of a forward; empty: `backend`
+  bool on_cpu = false;     ///< where others are on a GPU
+  DType out = DType::kFloat32;
+  std::vector<std::vector<int32_t>> folded_after;  ///< of pieces
+  int32_t flags = 0;                               ///< device_flags of the last call on a GPU
 
   explicit World(StateLayout layout = StateLayout::kKV, DType states = DType::kFloat32,
                  const Sizes& sizes = {})
@@ -84,7 +88,7 @@ struct World {
     // The same tokens in every row of the batch.
     for (TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g, &p.beta}) desc->strides[0] = 0;
     p.num_tokens = end - begin;
-    p.o = contiguous(DType::kFloat32, {N, end - begin, kValueHeads, V});
+    p.o = contiguous(out, {N, end - begin, kValueHeads, V});
     if (!lengths.empty()) p.cu_seqlens = DType::kInt64, p.batch = 1;
     p.initial_state = states(p, state_dtype, kSlots, true);
     p.initial_state_mask = true;
@@ -97,13 +101,17 @@ struct World {
     }
     change(&p);
     Plan plan;
-    KDA_RETURN_IF_ERROR(
-        make_plan_from_bounds(p, test::device_of(backend), test::with_backend(backend), &plan));
+    const bool other = operation == Operation::kForward && !of_forward.empty();
+    KDA_RETURN_IF_ERROR(make_plan_from_bounds(p, on_cpu ? cpu_facts() : test::device_of(backend),
+                                              test::with_backend(other ? of_forward : backend),
+                                              &plan));
     io::Buffer workspace(plan.workspace_bytes);
     workspace.fill(0xff);
     o->assign(static_cast<std::size_t>(N * (end - begin) * kValueHeads * V), NAN);
+    io::Buffer rows(o->size() * static_cast<std::size_t>(dtype_size(out)));
+    rows.fill(0xff);
     Tensors t = part.tensors();
-    t.o = o->data();
+    t.o = rows.data();
     t.cu_seqlens = lengths.data();
     t.initial_state = pool.data();
     t.initial_state_indices = slots.data();
@@ -112,6 +120,8 @@ struct World {
     t.tail = {k.data(),         g.data(),       v_new.as<float>(), folded.data(),
               positions.data(), sources.data(), accepted.data()};
     KDA_RETURN_IF_ERROR(check::run_and_wait(plan, t, workspace.data(), workspace.size()));
+    for (std::size_t i = 0; i < o->size(); ++i)
+      (*o)[i] = static_cast<float>(load_double(rows.data(), out, static_cast<int64_t>(i)));
     if (const void* word = plan::find_block(plan, workspace.data(), "device_flags"))
       flags = *static_cast<const int32_t*>(word);
     return {};
@@ -135,7 +145,7 @@ struct World {
 };
 
 /// Pieces of a sequence: how many of its tokens, and by which operation; drafts that are rejected
-/// come behind those of a decode.
+/// come behind those of a decode. A decode without tokens settles.
 struct Piece {
   Operation operation;
   int64_t tokens, rejected = 0;
@@ -149,8 +159,14 @@ std::vector<float> play(World* world, const std::vector<Piece>& pieces) {
   for (const Piece& piece : pieces) {
     world->mask[0] = at > 0;
     world->positions[0] = static_cast<int32_t>(at);
-    const Status status = world->call(piece.operation, at, at + piece.tokens + piece.rejected, &o);
+    const int64_t tokens = piece.tokens + piece.rejected;
+    const Status status = piece.operation == kStep && tokens == 0
+                              ? world->settle()
+                              : world->call(piece.operation, at, at + tokens, &o);
     EXPECT_TRUE(status.ok()) << status.message();
+    if (!status.ok()) return all;
+    EXPECT_EQ(world->flags, 0);
+    world->folded_after.push_back(world->folded);
     all.insert(all.end(), o.begin(), o.begin() + piece.tokens * kValueHeads * world->V);
     at += piece.tokens;
   }
@@ -164,19 +180,8 @@ std::vector<float> play(World* world, const std::vector<Piece>& pieces) {
 void begin(World* world, int64_t tokens) {
   std::vector<float> o;
   world->mask[0] = 0;
-  if (!test::on_cuda()) {
-    ASSERT_TRUE(world->call(kPrefill, 0, tokens, &o).ok());
-  }
-  for (int64_t at = 0; test::on_cuda() && at < tokens; ++at) {
-    world->positions[0] = static_cast<int32_t>(at);
-    ASSERT_TRUE(world->call(kStep, at, at + 1, &o).ok());
-    world->mask[0] = 1;
-  }
+  ASSERT_TRUE(world->call(kPrefill, 0, tokens, &o).ok());
   world->mask[0] = 1, world->positions[0] = static_cast<int32_t>(tokens);
-  // A prefill up to a boundary has folded.
-  if (test::on_cuda() && tokens % kTailBoundary == 0) {
-    ASSERT_TRUE(world->settle().ok());
-  }
 }
 
 /// Implementations of the device that have tails.
@@ -209,7 +214,8 @@ void expect_same_bits_for_every_cut(const std::string& backend, StateLayout layo
       // Drafts up to a boundary.
       {{kPrefill, 27}, {kStep, 5}, {kStep, 3, 2}, {kPrefill, 11}, {kStep, 2, 3}, {kPrefill, 17}}};
   for (const std::vector<Piece>& cut : cuts) {
-    if (test::on_cuda() && cut[0].operation == kPrefill) continue;  // a GPU has none
+    // A GPU has other roundings in front of a boundary: PrefillsOnAGpuEndInTailsAsOnACpu.
+    if (test::on_cuda() && cut[0].operation == kPrefill) continue;
     World world(layout, states, sizes);
     world.backend = backend;
     ASSERT_EQ(play(&world, cut), expected) << backend;
@@ -259,6 +265,129 @@ TEST(Tail, FastKernelsHaveTheSameBitsForEveryCut) {
       expect_same_bits_for_every_cut(backend, x.layout, x.states, x.sizes);
 }
 
+/// A GPU takes a forward up to the boundary where it ends, and decodes what is behind it.
+void expect_prefills_as_on_a_cpu(const std::string& backend, StateLayout layout, DType states,
+                                 const Sizes& sizes, double bound) {
+  // Boundaries that no call ends at; tails that a plain state begins, of 16 rows and more that no
+  // boundary divides; calls without tokens.
+  const std::vector<std::vector<Piece>> cuts = {
+      {{kPrefill, 65}},
+      {{kPrefill, 7}, {kPrefill, 20}, {kStep, 1}, {kPrefill, 5}, {kPrefill, 16}, {kPrefill, 16}},
+      {{kPrefill, 5},
+       {kStep, 0},
+       {kPrefill, 3},
+       {kStep, 3, 2},
+       {kStep, 4},
+       {kStep, 5},
+       {kStep, 1},
+       {kPrefill, 0},
+       {kPrefill, 6},
+       {kStep, 5},
+       {kPrefill, 33}},
+      {{kPrefill, 37},
+       {kStep, 0},
+       {kStep, 5},
+       {kStep, 5},
+       {kStep, 5},
+       {kPrefill, 1},
+       {kPrefill, 12}}};
+  for (const std::vector<Piece>& cut : cuts) {
+    World world(layout, states, sizes);
+    world.out = sizes.dtype;
+    World cpu = world;
+    world.backend = "recurrent", world.of_forward = backend;
+    cpu.on_cpu = true;
+    const std::vector<float> o = play(&world, cut), expected = play(&cpu, cut);
+    ASSERT_EQ(o.size(), expected.size());
+    ASSERT_LT(distance(o, expected), bound) << backend;
+    ASSERT_EQ(world.folded_after, cpu.folded_after) << backend;
+    ASSERT_EQ(world.folded, cpu.folded);
+    for (int64_t head = 0; head < kValueHeads; ++head)
+      ASSERT_LT(distance(world.state(2, head), cpu.state(2, head)), bound) << backend;
+  }
+}
+
+TEST(Tail, PrefillsOnAGpuEndInTailsAsOnACpu) {
+  if (!test::on_cuda()) GTEST_SKIP() << "CutsOfASequenceHaveTheSameBits has those of a CPU";
+  using check::Regime;
+  constexpr StateLayout kKV = StateLayout::kKV, kVK = StateLayout::kVK;
+  constexpr DType kFloat = DType::kFloat32, kHalf = DType::kBFloat16;
+  expect_prefills_as_on_a_cpu("recurrent", kKV, kFloat, {}, 1e-5);
+  expect_prefills_as_on_a_cpu("recurrent", kVK, kHalf,
+                              {20, 16, DType::kBFloat16, Regime::kSoftplus, true}, 2e-2);
+  const Sizes wide{128, 128, DType::kBFloat16, Regime::kTrained};
+  const Sizes one_gate{64, 64, DType::kBFloat16, Regime::kSoftplus, true};
+  expect_prefills_as_on_a_cpu("staged", kVK, kHalf, {64, 64, kHalf, Regime::kTrained}, 2e-2);
+  const bool hopper = test::device().compute_capability == 90;
+  expect_prefills_as_on_a_cpu(hopper ? "sm90.fused" : "sm80.fused", kKV, kFloat, wide, 2e-2);
+  if (hopper) expect_prefills_as_on_a_cpu("gdn", kKV, kFloat, one_gate, 2e-2);
+}
+
+TEST(Tail, TokensBehindABoundaryHaveTheBitsOfSteps) {
+  World steps, whole;
+  std::vector<float> o, expected;
+  begin(&steps, 32);
+  begin(&whole, 45);
+  for (int64_t at = 32; at < 45; ++at) {
+    steps.positions[0] = static_cast<int32_t>(at);
+    ASSERT_TRUE(steps.call(kStep, at, at + 1, &o).ok());
+  }
+  EXPECT_EQ(whole.folded, steps.folded);
+  for (auto buffer : {&World::pool, &World::k, &World::g})
+    EXPECT_EQ(std::memcmp((whole.*buffer).data(), (steps.*buffer).data(), (whole.*buffer).size()),
+              0);
+  // And so they go on.
+  steps.positions = whole.positions = {45};
+  ASSERT_TRUE(steps.call(kPrefill, 45, 47, &expected).ok());
+  ASSERT_TRUE(whole.call(kPrefill, 45, 47, &o).ok());
+  EXPECT_EQ(o, expected);
+}
+
+/// Rows of a batch with gaps are calls of their own on a GPU; a pack is one.
+TEST(Tail, SequencesOfAPrefillHaveTheirOwnLengths) {
+  for (const std::string& backend : backends_with_tails()) {
+    World world;
+    world.backend = backend;
+    const std::vector<int64_t> lengths = {0, 21, 3, 16};
+    std::vector<float> all, o;
+    world.lengths = {0};
+    for (const int64_t length : lengths) world.lengths.push_back(world.lengths.back() + length);
+    world.slots = {3, -1, 4, 1}, world.positions = {0, 0, 9, 0}, world.mask = {0, 1, 0, 0};
+    world.change = [](Problem* p) { p->zero_skipped = true; };
+    ASSERT_TRUE(world.call(kPrefill, 0, 40, &all).ok());
+    EXPECT_EQ(world.flags, 0);
+    for (std::size_t n = 0; n < lengths.size(); ++n) {
+      const auto first = all.begin() + world.lengths[n] * kValueHeads * kValue,
+                 last = all.begin() + world.lengths[n + 1] * kValueHeads * kValue;
+      if (world.slots[n] < 0) {
+        EXPECT_TRUE(std::all_of(first, last, [](float x) { return x == 0; }));
+        continue;
+      }
+      World single;
+      single.backend = backend;
+      single.slots = {world.slots[n]}, single.positions = {world.positions[n]}, single.mask = {0};
+      ASSERT_TRUE(single.call(kPrefill, world.lengths[n], world.lengths[n + 1], &o).ok());
+      EXPECT_TRUE(std::equal(first, last, o.begin(), o.end())) << backend << " " << n;
+      const auto at = static_cast<std::size_t>(world.slots[n]) * kValueHeads;
+      EXPECT_EQ(world.folded[at], single.folded[at]);
+      const std::size_t bytes = world.pool.size() / kSlots;
+      EXPECT_EQ(std::memcmp(world.pool.data() + at / kValueHeads * bytes,
+                            single.pool.data() + at / kValueHeads * bytes, bytes),
+                0);
+    }
+    // The same tokens in both rows of a batch, whose stride is 0.
+    World rows, one;
+    rows.backend = one.backend = backend;
+    rows.slots = {2, 4}, rows.positions = {0, 0}, rows.mask = {0, 0}, one.mask = {0};
+    ASSERT_TRUE(rows.call(kPrefill, 0, 37, &all).ok());
+    ASSERT_TRUE(one.call(kPrefill, 0, 37, &o).ok());
+    const auto size = static_cast<std::ptrdiff_t>(o.size());
+    EXPECT_TRUE(std::equal(o.begin(), o.end(), all.begin(), all.begin() + size));
+    EXPECT_TRUE(std::equal(o.begin(), o.end(), all.begin() + size));
+    EXPECT_EQ(rows.folded[4 * kValueHeads], 32);
+  }
+}
+
 TEST(Tail, StepsReadBoundaryStatesAndFoldEverySixteenTokens) {
   World world;
   std::vector<float> o;
@@ -291,6 +420,24 @@ TEST(Tail, ChildrenReadTheStateOfTheirSource) {
   }
   EXPECT_EQ(world.folded[2 * kValueHeads], 32);
   EXPECT_EQ(world.folded[3 * kValueHeads], 48);
+  // A prompt goes on from it too, with and without a boundary of its own.
+  for (const int64_t end : {int64_t{40}, int64_t{59}}) {
+    World child, whole;
+    begin(&child, 32), begin(&whole, 32);
+    const io::Buffer before = child.pool;
+    child.slots = {3}, child.sources = {2}, child.positions = whole.positions = {32};
+    ASSERT_TRUE(child.call(kPrefill, 32, end, &o).ok());
+    ASSERT_TRUE(whole.call(kPrefill, 32, end, &alone).ok());
+    EXPECT_EQ(o, alone);
+    const std::size_t bytes = before.size() / kSlots;
+    EXPECT_EQ(std::memcmp(before.data(), child.pool.data(), 3 * bytes), 0);
+    // And a step behind it, whether or not the source is still named.
+    child.positions = whole.positions = {static_cast<int32_t>(end)};
+    if (end > 48) child.sources = {-1};
+    ASSERT_TRUE(child.call(kStep, end, end + 1, &o).ok());
+    ASSERT_TRUE(whole.call(kStep, end, end + 1, &alone).ok());
+    EXPECT_EQ(o, alone);
+  }
 }
 
 TEST(Tail, WrongUseIsRefusedByNameAndNothingIsWritten) {
@@ -457,7 +604,48 @@ TEST(Tail, WrongUseIsFlaggedAndSkippedOnAGpu) {
           << row.what;
     }
   }
-  // A head whose word does not fit is skipped alone.
+  // The same of a prefill, of rows of a batch and of a pack; o of such a sequence is 0 on request.
+  std::vector<float> prefilled;
+  World untouched_prefill = begun;
+  ASSERT_TRUE(untouched_prefill.call(kPrefill, 19, 36, &prefilled).ok());
+  for (const auto& row : rows) {
+    World world = begun;
+    row.change(&world);
+    if (!world.accepted.empty()) continue;  // all tokens of a forward are sure
+    world.change = [](Problem* p) { p->zero_skipped = true; };
+    ASSERT_TRUE(world.call(kPrefill, 19, 36, &o).ok()) << row.what;
+    EXPECT_EQ(world.flags, row.flag) << row.what;
+    for (std::size_t i = 0; i < o.size() / 2; ++i) ASSERT_EQ(o[i], 0) << row.what;
+    EXPECT_TRUE(std::equal(o.begin() + static_cast<std::ptrdiff_t>(o.size() / 2), o.end(),
+                           prefilled.begin()))
+        << row.what;
+    for (auto buffer : {&World::pool, &World::k, &World::g, &World::v_new}) {
+      const std::size_t bytes = (world.*buffer).size() / kSlots;
+      EXPECT_EQ(std::memcmp((world.*buffer).data(), (begun.*buffer).data(), 3 * bytes), 0)
+          << row.what;
+    }
+  }
+  World pack = begun;
+  pack.lengths = {0, 17, 17, 19}, pack.slots = {2, 1, 3}, pack.positions = {19, 0, 19};
+  pack.mask = {1, 1, 1};
+  ASSERT_TRUE(pack.call(kPrefill, 19, 38, &o).ok());
+  EXPECT_EQ(pack.flags, kBadTail);
+  EXPECT_EQ(pack.folded[3 * kValueHeads], 16);
+  EXPECT_TRUE(std::equal(o.begin(), o.begin() + 17 * size, prefilled.begin()));
+  pack.lengths = {0, 17, 18, 17};
+  ASSERT_TRUE(pack.call(kPrefill, 19, 38, &o).ok());
+  EXPECT_NE(pack.flags & kBadSequences, 0);
+  World beyond = begun;
+  beyond.positions = {INT32_MAX, 19}, beyond.mask = {0, 1};
+  ASSERT_TRUE(beyond.call(kPrefill, 19, 21, &o).ok());
+  EXPECT_EQ(beyond.flags, kBadTail);
+  // A head whose word does not fit is skipped alone by a decode, with the others by a forward.
+  World heads = begun;
+  heads.folded[2 * kValueHeads + 3] = -1;
+  heads.change = [](Problem* p) { p->zero_skipped = true; };
+  ASSERT_TRUE(heads.call(kPrefill, 19, 36, &o).ok());
+  EXPECT_EQ(heads.flags, kBadTail);
+  EXPECT_EQ(o[0], 0);
   World head = begun;
   head.folded[2 * kValueHeads + 3] = -1;
   ASSERT_TRUE(head.call(kStep, 19, 20, &o).ok());
@@ -482,7 +670,7 @@ TEST(Tail, WrongUseIsFlaggedAndSkippedOnAGpu) {
   EXPECT_EQ(packed.folded, begun.folded);
 }
 
-TEST(Tail, PlansSayItAndGpusRefuseWhatTheyDoNotHave) {
+TEST(Tail, PlansSayItAndGpusRefuseMoreRowsThanTheyHaveMemoryFor) {
   World world;
   Problem p = world.inputs.problem;
   p.initial_state = states(p, DType::kFloat32, kSlots, true);
@@ -493,12 +681,27 @@ TEST(Tail, PlansSayItAndGpusRefuseWhatTheyDoNotHave) {
             std::string::npos);
   EXPECT_NE(plan.to_json().find("\"tail_rows\""), std::string::npos);
   const DeviceFacts gpu = gpu_facts(132, 90);
-  const Status status = make_plan(p, {}, gpu, {}, &plan);
-  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
-  EXPECT_EQ(status.message(),
-            "tail: forward has none on cuda yet, decode has: call without a tail, then write the "
-            "position to tail.folded");
-  EXPECT_FALSE(supported(p, gpu).ok());
+  ASSERT_TRUE(make_plan(p, {}, gpu, {}, &plan).ok());
+  EXPECT_TRUE(supported(p, gpu).ok());
+  EXPECT_EQ(plan.implementation, "cuda.smxx.recurrent");
+  std::vector<std::string> kernels;
+  for (const KernelChoice& choice : plan.kernels)
+    kernels.push_back(choice.stage + " " + choice.kernel);
+  EXPECT_EQ(kernels,
+            (std::vector<std::string>{"tail_fold tail_ends", "tail_fold tail", "forward recurrent",
+                                      "tail_rows tail", "tail_rows append_keys"}));
+  EXPECT_NE(plan.to_text().find("tokens behind that boundary, at most 15"), std::string::npos);
+  PlanOptions oracle_only;
+  oracle_only.backend = "oracle";
+  EXPECT_EQ(make_plan(p, {}, gpu, oracle_only, &plan).code(), StatusCode::kUnavailable);
+  p.tail = tails(p, 250);
+  for (const Status& refused :
+       {make_plan(p, {}, gpu_facts(132, 86), {}, &plan), supported(p, gpu_facts(132, 86))}) {
+    EXPECT_EQ(refused.code(), StatusCode::kUnsupported);
+    EXPECT_NE(refused.message().find("tail: R = 250 rows take"), std::string::npos)
+        << refused.message();
+  }
+  p.tail = tails(p, kRows);
   p.operation = kStep, p.num_tokens = 1;
   ASSERT_TRUE(make_plan(p, {}, gpu, {}, &plan).ok());
   ASSERT_EQ(plan.kernels.size(), 2);

@@ -821,6 +821,11 @@ TEST_F(CliOnGpu, TimesEveryStage) {
       kda("bench decode --tail --case '--batch 2 --tokens 2 --heads 1 --key-dim 64 --value-dim 64' "
           "--device cuda");
   EXPECT_NE(tails.out.find("tail, all fold"), std::string::npos) << tails.err;
+  const Ran prefills =
+      kda("bench forward --tail --case '--seq-lens 20,3 --heads 1 --key-dim 64 --value-dim 64' "
+          "--device cuda");
+  EXPECT_NE(prefills.out.find("forward, tail"), std::string::npos) << prefills.err;
+  EXPECT_EQ(kda("bench lengths --tail" + forward + " --device cuda").exit_code, 2);
   // fp32 has no chunk stages.
   EXPECT_EQ(kda("bench intra --case '--tokens 8 --heads 1 --dtype fp32' --device cuda").exit_code,
             2);

@@ -55,8 +55,11 @@ struct BenchCommand {
 
   void operator()() {
     const DeviceFacts device = schedule.device_facts();
-    if (tail && what != "decode") throw Error(invalid("--tail: belongs to decode, not to ", what));
-    if (device.kind == DeviceKind::kCuda) return run_gpu(device);
+    const bool on_gpu = device.kind == DeviceKind::kCuda;
+    if (tail && what != "decode" && !(on_gpu && what == "forward"))
+      throw Error(invalid("--tail: belongs to decode, on a GPU to forward too, not to ", what,
+                          on_gpu ? "" : " on a CPU"));
+    if (on_gpu) return run_gpu(device);
     if (what == "recompute-wu")
       throw Error(Status(StatusCode::kUnavailable,
                          "recompute-wu: a stage of the CUDA pipeline (--device cuda); the CPU "
@@ -185,7 +188,8 @@ void add_bench(CLI::App& app, const std::string& command) {
     return std::string();
   };
   add_switch(*sub, "--tail", &c->tail,
-             "Time decode with tails of random length, and plain decode beside it");
+             "Time decode with tails of random length, on a GPU a forward that ends in tails, and "
+             "the same without tails beside it");
   add_values(*sub, "--case", "FLAGS", add_case, "One case as flags of kda gen; may be repeated")
       ->excludes(set);
   add_switch(*sub, "--head-gates", &c->head_gates,

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 
 #include "check/backward.hpp"
 #include "check/device.hpp"
@@ -336,6 +337,40 @@ std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& optio
           row("tail, all fold", all_fold, 2, kTailBoundary + tokens)};
 }
 
+/// A prefill of a pool, from zero, which ends in tails. The forward inside is planned from bounds.
+GpuRow GpuBench::time_tail_forward(const Case& c, const PlanOptions& options) {
+  Case tailed = c;
+  Problem& p = tailed.inputs.problem;
+  const int64_t N = p.num_sequences;
+  p.initial_state = states(p, DType::kFloat32, N, /*indexed=*/true);
+  p.initial_state_mask = true;
+  p.final_state.reset();
+  p.tail = tails(p, kTailBoundary);
+  Plan plan;
+  throw_if_error(make_plan(p, c.inputs.cu_seqlens, device_, options, &plan));
+  std::vector<int32_t> slots(static_cast<std::size_t>(N));
+  std::iota(slots.begin(), slots.end(), 0);
+  const std::vector<uint8_t> from_zero(slots.size(), 0);
+  io::Buffer pool(slots.size() *
+                  static_cast<std::size_t>(p.num_value_heads * p.key_dim * p.value_dim) *
+                  sizeof(float));
+  Tensors host = tailed.tensors();
+  host.initial_state = pool.data();
+  host.initial_state_indices = slots.data();
+  host.initial_state_mask = from_zero.data();
+  check::DeviceTensors copies(plan, host);
+  check::DeviceBuffer workspace(plan.workspace_bytes);
+  DeviceTails rows(p);
+  rows.set_positions(N, [](int64_t) { return 0; });
+  Tensors tensors = copies.tensors();
+  tensors.tail = rows.tensors();
+  GpuRow row{c.name, "forward, tail", plan.implementation, {}, total_bytes(c.inputs, c.outputs), 0,
+             0};
+  row.timing =
+      time([&] { throw_if_error(run(plan, tensors, workspace.data(), workspace.size())); });
+  return row;
+}
+
 /// Lengths on the host, on the device alone, and there without a cut: forwards, then backwards.
 std::vector<GpuRow> GpuBench::time_lengths(const Case& c, const PlanOptions& options) {
   if (!c.inputs.problem.cu_seqlens)
@@ -384,7 +419,11 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   }
   check::want_final_state(&p);
   c.outputs = check::make_outputs(&p, p.v.dtype);
-  if (what == "forward") return {time_run(c, what, plan_options)};
+  if (what == "forward") {
+    std::vector<GpuRow> rows = {time_run(c, what, plan_options)};
+    if (tails_) rows.push_back(time_tail_forward(c, plan_options));
+    return rows;
+  }
   if (what == "lengths") return time_lengths(c, plan_options);
   if (what == "launches") return time_launches(c, plan_options);
   if (what == "backward") return time_both(c, plan_options);

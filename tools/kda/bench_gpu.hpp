@@ -35,7 +35,8 @@ class GpuBench {
   /// reach copy_rate().
   double copy_seconds(double bytes);
 
-  /// Times decode with tails of random length beside decode.
+  /// Times decode with tails of random length beside decode, a forward that ends in tails beside
+  /// one without.
   void with_tails() { tails_ = true; }
 
   std::vector<GpuRow> measure(const std::string& what, const std::string& name,
@@ -56,6 +57,7 @@ class GpuBench {
   std::vector<GpuRow> time_launches(const Case& c, const PlanOptions& options);
   /// A step of so many that lead every tail through a fold, and one in which all fold.
   std::vector<GpuRow> time_tails(const Case& c, const PlanOptions& options);
+  GpuRow time_tail_forward(const Case& c, const PlanOptions& options);
   std::vector<GpuRow> time_lengths(const Case& c, const PlanOptions& options);
   GpuRow time_backward(const Case& c, const std::string& what, const PlanOptions& options,
                        bool bounds = false);

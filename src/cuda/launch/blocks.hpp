@@ -3,6 +3,8 @@
 // said where they are booked: backend.cpp of their owner, or common.cpp for those that all have.
 #pragma once
 
+#include <cstddef>
+
 namespace kda::cuda::block {
 
 // Blocks that every backend books.
@@ -10,6 +12,11 @@ inline constexpr const char* kSequenceMap = "sequence_map";
 inline constexpr const char* kDeviceFlags = "device_flags";
 // Blocks of a decode with a tail.
 inline constexpr const char* kWrongAccepted = "wrong_accepted";
+// Blocks of a forward with a tail: what tail_ends writes, and the workspace of the forward inside.
+inline constexpr const char* kTailEnds = "tail_ends";
+inline constexpr std::size_t kTailEndsOfSequence = 10;  // int32
+inline constexpr const char* kTailPacks = "tail_packs";
+inline constexpr const char* kTailForward = "tail_forward";
 // Where dt_bias has one bias a head, and kernels read a bias a channel.
 inline constexpr const char* kHeadBias = "head_bias";
 // Blocks of cuda.sm90.fused.

@@ -4,12 +4,11 @@
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
-#include "cuda/decode/tail/layout.hpp"
-#include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/checkpoint_places.hpp"
 #include "cuda/launch/device.hpp"
 #include "cuda/recurrent/launches.hpp"
+#include "cuda/recurrent/tails.hpp"
 #include "cuda/rows.hpp"
 #include "cuda/segments/kernels.hpp"
 #include "cuda/segments/launches.hpp"
@@ -40,35 +39,12 @@ void plan_forward(plan::PlanBuilder& builder) {
   if (plan.segmented) book_segments(builder, plan.segments.size());
 }
 
-/// Accepted rows move before the decode; keys that value heads share follow behind it.
-void plan_tail(plan::PlanBuilder& builder) {
-  const Problem& p = builder.problem();
-  if (p.tail->accepted_columns > 0) {
-    builder.kernel("decode", "move_accepted");
-    builder.book(block::kWrongAccepted, static_cast<std::size_t>(p.num_sequences), sizeof(int32_t));
-  }
-  builder.kernel("decode", "tail");
-  if (p.num_heads != p.num_value_heads) builder.kernel("decode", "append_keys");
-}
-
 void plan_decode(plan::PlanBuilder& builder) {
   list_decode(builder);
   if (builder.problem().tail || decodes_drafts(builder.plan().problem))
     plan_expand_bias(builder, "decode");
-  builder.problem().tail ? plan_tail(builder) : builder.kernel("decode", "decode");
+  builder.problem().tail ? plan_tail_decode(builder) : builder.kernel("decode", "decode");
   book_maps(builder);
-}
-
-std::string decline_tail(const registry::Request& request) {
-  const Problem& p = request.problem;
-  const int64_t tokens = tail_tokens(p, request.cu_seqlens);
-  const int64_t most = block_shared_bytes(request.device.compute_capability);
-  const int64_t bytes = tail::shared_bytes(p.tail->rows, tokens, p.key_dim, p.value_dim);
-  if (bytes <= most) return {};
-  const bool unknown = p.cu_seqlens && request.cu_seqlens.empty();
-  return cat("tail: R = ", p.tail->rows, " rows and ", unknown ? "up to " : "", tokens,
-             " tokens a sequence", unknown ? ", whose lengths are unknown," : "", " take ", bytes,
-             " bytes of shared memory, ", request.device.name, " has ", most);
 }
 
 constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
@@ -83,7 +59,7 @@ constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
 
 constexpr registry::Head decode_head() {
   registry::Head head = head_of(plan_decode);
-  head.decline_tail = decline_tail;
+  head.decline_tail = decline_tail_decode;
   return head;
 }
 
@@ -98,6 +74,7 @@ const registry::ForwardRow kForward = {
     .spans = registry::SpanStages{.fold = if_built<cuda::fold_states>()},
     .place_checkpoints = if_built<cuda::place_checkpoints>()};
 
-const registry::DecodeRow kDecode = {.head = decode_head(), .decode = if_built<decode>()};
+const registry::DecodeRow kDecode = {
+    .head = decode_head(), .decode = if_built<decode>(), .tail_forward = &kTailForward};
 
 }  // namespace kda::cuda::recurrent

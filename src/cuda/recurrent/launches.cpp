@@ -3,15 +3,13 @@
 #include "cuda/recurrent/launches.hpp"
 
 #include "cuda/recurrent/recurrent.hpp"
-
-#include <utility>
+#include "cuda/recurrent/tails.hpp"
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/decode/decode.hpp"
 #include "cuda/decode/drafts.hpp"
 #include "cuda/decode/head_gates.hpp"
-#include "cuda/decode/tail/tail.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/head_bias.hpp"
 #include "cuda/launch/views.hpp"
@@ -43,46 +41,6 @@ SequenceMaps one_row(const stage::Call& call) {
   return maps;
 }
 
-/// Rows of a tail [slots, heads, R, size], as [slots, R, heads, size].
-RowView tail_view(const TensorDesc& desc, void* base) {
-  RowView view = row_view(desc, base);
-  std::swap(view.stride_t, view.stride_h);
-  return view;
-}
-
-tail::TailArgs tail_args(const stage::Call& call, const DecodeArgs& base) {
-  const Problem& p = call.problem;
-  const TailDesc& desc = *p.tail;
-  const TailTensors& t = call.tensors.tail;
-  tail::TailArgs args{with_head_gates(p, base)};
-  args.index_columns = 1;
-  args.tail_k = tail_view(desc.k, t.k);
-  args.tail_g = tail_view(desc.g, t.g);
-  args.tail_v_new = tail_view(desc.v_new, t.v_new);
-  args.folded = t.folded;
-  args.stride_folded_slot = desc.folded.strides[0];
-  args.stride_folded_head = desc.folded.strides[1];
-  args.rows = static_cast<int32_t>(desc.rows);
-  args.most_tokens = static_cast<int32_t>(tail_tokens(p, call.plan->cu_seqlens));
-  args.settle = desc.settle;
-  args.positions = t.positions;
-  if (desc.sources) args.sources = t.sources;
-  if (desc.accepted_columns > 0) args.accepted = t.accepted_rows;
-  args.accepted_columns = desc.accepted_columns;
-  if (p.token_parents) args.parents = call.tensors.token_parents;
-  args.parent_columns = p.state_index_columns;
-  args.wrong_accepted =
-      static_cast<int32_t*>(plan::find_block(*call.plan, call.workspace, block::kWrongAccepted));
-  return args;
-}
-
-Status tail_decode(const stage::Call& call, const DecodeArgs& base, const Launch& where) {
-  const tail::TailArgs args = tail_args(call, base);
-  if (args.accepted) KDA_RETURN_IF_ERROR(launch_move_accepted(args, where));
-  KDA_RETURN_IF_ERROR(launch_tail_decode(args, where));
-  return args.shape.H == args.shape.HV ? Status{} : launch_append_keys(args, where);
-}
-
 }  // namespace
 
 namespace recurrent {
@@ -95,31 +53,39 @@ Status forward(const stage::Forward& f) {
   return launch(f.call.problem, args, f.call.stream);
 }
 
+Status make_decode_args(const stage::Call& call, DecodeArgs* args) {
+  const Plan& plan = *call.plan;
+  const Problem& p = call.problem;
+  const Tensors& t = call.tensors;
+  SequenceMaps maps;
+  if (p.cu_seqlens && !plan.lengths_known) {
+    args->lengths = t.cu_seqlens;
+    args->wide_lengths = p.cu_seqlens == DType::kInt64;
+    maps = one_row(call);
+  } else {
+    KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &maps));
+  }
+  set_inputs(call, maps, args);
+  args->o = row_view(p.o, t.o);
+  args->initial = initial_view(p, t);
+  args->in_place = !p.final_state;
+  args->target = args->in_place
+                     ? args->initial
+                     : state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
+  args->index_columns = p.state_index_columns;
+  args->zero_skipped = zeroes_skipped(p);
+  args->num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
+  args->flags = maps.flags;
+  args->ahead = static_cast<uint32_t>(plan.device.num_sms);
+  return {};
+}
+
 Status decode(const stage::Decode& d) {
   const Plan& plan = *d.call.plan;
   const Problem& p = d.call.problem;
   const Tensors& t = d.call.tensors;
   DecodeArgs args;
-  SequenceMaps maps;
-  if (p.cu_seqlens && !plan.lengths_known) {
-    args.lengths = t.cu_seqlens;
-    args.wide_lengths = p.cu_seqlens == DType::kInt64;
-    maps = one_row(d.call);
-  } else {
-    KDA_RETURN_IF_ERROR(make_sequence_maps(d.call, {}, false, &maps));
-  }
-  set_inputs(d.call, maps, &args);
-  args.o = row_view(p.o, t.o);
-  args.initial = initial_view(p, t);
-  args.in_place = !p.final_state;
-  args.target = args.in_place
-                    ? args.initial
-                    : state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
-  args.index_columns = p.state_index_columns;
-  args.zero_skipped = zeroes_skipped(p);
-  args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
-  args.flags = maps.flags;
-  args.ahead = static_cast<uint32_t>(plan.device.num_sms);
+  KDA_RETURN_IF_ERROR(make_decode_args(d.call, &args));
   const Launch where{d.call.stream, plan.device.compute_capability >= 90};
   // Behind a launch that writes the bias: not early.
   const Launch behind{where.stream, where.pdl && !has_head_bias(p)};

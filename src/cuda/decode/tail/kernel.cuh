@@ -335,7 +335,9 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
     }
   }
   rows.append_head_gates();
-  if (threadIdx.x == 0) *folded_word(a, start.slot, unit.head) = fold_target(a, start);
+  if (threadIdx.x == 0)
+    *folded_word(a, start.slot, unit.head) =
+        a.boundaries ? a.boundaries[unit.n] : fold_target(a, start);
   zero_outputs<kK>(a, unit, tokens, tokens.begin + count);
 }
 

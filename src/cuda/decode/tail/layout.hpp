@@ -28,8 +28,8 @@ struct Layout {
   int32_t rounds = 0;
 
   /// `keys`: as channels_of() has them.
-  KDA_HOST_DEVICE_INLINE static Layout of(int32_t R, int32_t tokens, int32_t keys, int32_t V) {
-    const int32_t rows = R + tokens;
+  KDA_HOST_DEVICE_INLINE static Layout of(int32_t sure, int32_t tokens, int32_t keys, int32_t V) {
+    const int32_t rows = sure + tokens;
     return {keys,
             (V + 31) / 32 * 32,
             rows,
@@ -50,19 +50,17 @@ struct Layout {
   KDA_HOST_DEVICE_INLINE int32_t pairs() const {
     return scores() + batch * rounds * parts() * 2 * kRound;
   }
-  KDA_HOST_DEVICE_INLINE int32_t bias() const { return pairs() + kMostWarps * 2 * kRound; }
   /// Squares of keys, of q, and products of the two: a sum a part.
-  KDA_HOST_DEVICE_INLINE int32_t squares() const { return bias() + keys; }
+  KDA_HOST_DEVICE_INLINE int32_t squares() const { return pairs() + kMostWarps * 2 * kRound; }
   KDA_HOST_DEVICE_INLINE int32_t of_q() const { return squares() + parts() * rows; }
-  KDA_HOST_DEVICE_INLINE int32_t a_log() const { return of_q() + parts() * 2 * tokens; }
-  KDA_HOST_DEVICE_INLINE int32_t beta() const { return a_log() + kMostWarps; }
+  KDA_HOST_DEVICE_INLINE int32_t beta() const { return of_q() + parts() * 2 * tokens; }
   KDA_HOST_DEVICE_INLINE int32_t before() const { return beta() + tokens; }
   KDA_HOST_DEVICE_INLINE int32_t floats() const { return before() + tokens; }
 };
 
-/// Shared memory of a block, in bytes.
-inline int64_t shared_bytes(int64_t R, int64_t tokens, int64_t K, int64_t V) {
-  return 4 * Layout::of(static_cast<int32_t>(R), static_cast<int32_t>(tokens), channels_of(K),
+/// Shared memory of a block, in bytes, for at most so many rows in front of the tokens.
+inline int64_t shared_bytes(int64_t sure, int64_t tokens, int64_t K, int64_t V) {
+  return 4 * Layout::of(static_cast<int32_t>(sure), static_cast<int32_t>(tokens), channels_of(K),
                         static_cast<int32_t>(V))
                  .floats();
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a head in shared memory: those of the tail, oldest first, then those of the tokens. A
-// warp has a part of the channels of every row and, in dense kernels, as many columns of values:
-// what it copies, makes and appends no other warp touches.
+// Rows of a head in shared memory: those of the tail, oldest first, then those of the tokens. In
+// dense kernels a warp makes keys and decays of whole rows, in others those of a part of the
+// channels of every row. Behind a barrier a warp has a part of the channels of every row and, in
+// dense kernels, as many columns of values.
 #pragma once
 
 #include "cuda/decode/tail/copy_row.cuh"
@@ -10,14 +11,63 @@
 
 namespace kda::cuda::tail {
 
-/// kDense: K = V = kK, a warp for each part, and rows of whole vectors, which are copied to where
-/// their numbers will be: load() only asks for them, make() waits. Else make() loads.
+/// Neighbouring elements of a row as they lie in memory: those of 16 bits two a word.
+template <int kCount>
+struct RawVector {
+  alignas(kCount >= 4 ? 16 : 8) uint32_t words[kCount];
+
+  __device__ __forceinline__ void load(const RowView& view, int64_t at) {
+    if (view.type == Element::kFloat32)
+      move<kCount>(static_cast<const uint32_t*>(view.base) + at, words);
+    else
+      move<kCount / 2>(static_cast<const uint16_t*>(view.base) + at, words);
+  }
+  __device__ __forceinline__ void store(const RowView& view, int64_t at) const {
+    if (view.type == Element::kFloat32)
+      move<kCount>(words, static_cast<uint32_t*>(view.base) + at);
+    else
+      move<kCount / 2>(words, static_cast<uint16_t*>(view.base) + at);
+  }
+  /// Looks at the type once.
+  __device__ __forceinline__ void convert(Element type, float (&x)[kCount]) const {
+    if (type == Element::kFloat32) {
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) x[c] = __uint_as_float(words[c]);
+    } else if (type == Element::kBFloat16) {
+#pragma unroll
+      for (int c = 0; c < kCount; ++c)
+        x[c] = __uint_as_float(c % 2 ? words[c / 2] & 0xffff0000u : words[c / 2] << 16);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kCount; ++c)
+        x[c] = float_of(words[c / 2] >> 16 * (c % 2) & 0xffffu, Element::kFloat16);
+    }
+  }
+
+ private:
+  template <int kWords>
+  __device__ static void move(const void* from, void* to) {
+    using Words =
+        std::conditional_t<kWords == 4, uint4, std::conditional_t<kWords == 2, uint2, uint32_t>>;
+    if constexpr (kWords > 4)
+      move<4>(from, to),
+          move<kWords - 4>(static_cast<const uint4*>(from) + 1, static_cast<uint4*>(to) + 1);
+    else
+      *static_cast<Words*>(to) = *static_cast<const Words*>(from);
+  }
+};
+
+/// kDense: K = V = kK, a warp for each part, and rows of whole vectors. Those of values and queries
+/// are copied to where their numbers will be. load() only asks for rows, make() waits.
 template <int kK, bool kDense>
 struct Rows {
   static constexpr int kKeys = kK;
   static constexpr bool kIsDense = kDense;
   static constexpr int kParts = kK / kPart;
-  static constexpr int kGroup = 4;  // rows that are made side by side
+  static constexpr int kGroup = 4;      // rows that are made side by side
+  static constexpr int kOwn = kK / 32;  // channels of a lane where a warp has whole rows
+  static constexpr int kSide = 3;       // such rows that are asked for together
+  using Own = RawVector<kOwn>;
 
   const TailArgs& a;
   const Unit& unit;
@@ -41,7 +91,7 @@ struct Rows {
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
         warps(static_cast<int>(blockDim.x) / 32),
-        layout(Layout::of(args.rows, args.most_tokens, kK, kDense ? kK : args.shape.V)),
+        layout(Layout::of(args.most_sure, args.most_tokens, kK, kDense ? kK : args.shape.V)),
         shared(reinterpret_cast<float*>(ptx::dynamic_shared())) {}
 
   __device__ int columns() const { return kDense ? kK : layout.columns; }
@@ -86,9 +136,9 @@ struct Rows {
   /// The factor that normalises the key of row i.
   __device__ float key_factor(int i) const {
     if (!a.gate.l2norm) return 1;
-    float sum = 0;
+    float sum = squares(0)[i];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) sum += squares(part)[i];
+    for (int part = 1; !kDense && part < kParts; ++part) sum += squares(part)[i];
     return rsqrtf(sum + 1e-6f);
   }
   /// The factor that normalises q of a token, and q . k of what was not normalised.
@@ -122,25 +172,29 @@ struct Rows {
     first_row =
         static_cast<int>(static_cast<uint32_t>(start.folded) % static_cast<uint32_t>(a.rows));
     if constexpr (kDense) {
-      if (a.gate.gate_mode != GateMode::kLog) load_parameters();
-      load_tail();
+      copy_tail(a.tail_v_new, unit.head, v_new(0));
       load_tokens();
       ptx::cp_async_commit();
     }
   }
 
-  /// Keys, as they came in, and decays of this warp's channels. Appends the tokens' rows: of those
-  /// channels, all rows of the tail have been read.
+  /// Keys, as they came in, and decays. Appends the tokens' rows. In dense kernels the block meets.
   __device__ void make() {
-    if constexpr (kDense) ptx::cp_async_wait<0>(), __syncwarp();
-    const float rate = a.gate.A_log ? expf(read_element(a_log(), head_at_A(), a_log_word())) : 1.0f;
+    const float rate = a.gate.A_log ? expf(a.gate.A_log[unit.head * a.gate.stride_A]) : 1.0f;
+    if constexpr (kDense) {
+      make_whole_rows(rate);
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      append_whole_rows();
+    } else {
 #pragma unroll 1
-    for (int part = warp; part < kParts; part += warps) {
-      const float bias = bias_of(part);
+      for (int part = warp; part < kParts; part += warps) {
+        const float bias = bias_of(part * kPart + lane);
 #pragma unroll 1
-      for (int at = 0; at < sure() + count; at += kGroup) make_group(part, at, bias, rate);
+        for (int at = 0; at < sure() + count; at += kGroup) make_group(part, at, bias, rate);
+      }
+      load_v_new();
     }
-    if (!kDense) load_v_new();
   }
 
   /// One gate a head, which all warps have read.
@@ -175,15 +229,6 @@ struct Rows {
       ptx::cp_async<16>(to + i * kK * 4, base + row_of(i) * step);
     }
   }
-  __device__ void load_tail() const {
-    copy_tail(a.tail_k, unit.q_head, k(0));
-    if (gate_step(a) != 0)
-      copy_tail(a.tail_g, unit.head, decay(0));
-    else
-      for (int i = lane; i < sure(); i += 32)
-        copy_element(a.tail_g, tail_at(a.tail_g, unit.head, i), decay(i) + warp * kPart);
-    copy_tail(a.tail_v_new, unit.head, v_new(0));
-  }
 
   __device__ void copy(const RowView& view, int64_t at, float* row) const {
     const int shift = shift_of(view);
@@ -203,11 +248,6 @@ struct Rows {
   __device__ void load_tokens() const {
 #pragma unroll 1
     for (int t = 0; t < count; ++t) {
-      copy(a.k, token_at(a.k, unit.q_head, t), k(sure() + t));
-      if (gate_step(a) != 0)
-        copy(a.g, token_at(a.g, unit.head, t), decay(sure() + t));
-      else if (lane == 0)
-        copy_element(a.g, token_at(a.g, unit.head, t), decay(sure() + t) + warp * kPart);
       copy(a.q, token_at(a.q, unit.q_head, t), shared + layout.q() + t * kK);
       copy(a.v, token_at(a.v, unit.head, t), shared + layout.v() + t * kK);
       if (warp == 0 && lane == 0)
@@ -215,25 +255,87 @@ struct Rows {
     }
   }
 
-  __device__ static RowView floats(const float* base) {
-    return {const_cast<float*>(base), 0, 0, 0, Element::kFloat32, true};
-  }
-  __device__ RowView a_log() const { return floats(a.gate.A_log); }
-  __device__ int64_t head_at_A() const { return unit.head * a.gate.stride_A; }
-  __device__ float* a_log_word() const { return shared + layout.a_log() + warp; }
-  __device__ int64_t bias_at(int channel) const {
-    return unit.head * a.gate.stride_dt + channel * bias_step(a);
-  }
-  __device__ void load_parameters() const {
-    const int channel = warp * kPart + lane;
-    if (a.gate.dt_bias)
-      copy_element(floats(a.gate.dt_bias), bias_at(channel), shared + layout.bias() + channel);
-    if (a.gate.A_log && lane == 0) copy_element(a_log(), head_at_A(), a_log_word());
-  }
-  __device__ float bias_of(int part) const {
-    const int channel = part * kPart + lane;
+  __device__ float bias_of(int channel) const {
     if (a.gate.gate_mode == GateMode::kLog || !a.gate.dt_bias || channel >= a.shape.K) return 0;
-    return kDense ? shared[layout.bias() + channel] : a.gate.dt_bias[bias_at(channel)];
+    return a.gate.dt_bias[unit.head * a.gate.stride_dt + channel * bias_step(a)];
+  }
+
+  // ---- whole rows, of a dense kernel
+
+  /// The lane's channels of row i, of the tail or of a token.
+  __device__ void load_own(const RowView& tail, const RowView& tokens, int64_t head, int i,
+                           Own* raw) const {
+    const bool is_token = i >= sure();
+    raw->load(
+        is_token ? tokens : tail,
+        (is_token ? token_at(tokens, head, i - sure()) : tail_at(tail, head, i)) + kOwn * lane);
+  }
+  /// The lane's gates: where a head has one, that.
+  __device__ void load_own_gates(int i, Own* raw) const {
+    if (gate_step(a) != 0) return load_own(a.tail_g, a.g, unit.head, i, raw);
+    raw->words[0] = i < sure()
+                        ? load_bits(a.tail_g.base, a.g.type, tail_at(a.tail_g, unit.head, i))
+                        : load_bits(a.g.base, a.g.type, token_at(a.g, unit.head, i - sure()));
+  }
+  __device__ static void store_own(const float (&x)[kOwn], float* to) {
+    if constexpr (kOwn == 4)
+      *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+    else
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) to[c] = x[c];
+  }
+  __device__ void make_whole_row(int i, const Own& key, const Own& gate, const float (&bias)[kOwn],
+                                 float rate) const {
+    float x[kOwn], sum = 0;
+    key.convert(a.k.type, x);
+    store_own(x, k(i) + kOwn * lane);
+#pragma unroll
+    for (const float y : x) sum = fmaf(y, y, sum);
+    if (gate_step(a) != 0) {
+      gate.convert(a.g.type, x);
+    } else {
+#pragma unroll
+      for (float& y : x) y = float_of(gate.words[0], a.g.type);
+    }
+    make_decays(x, bias, rate);
+    store_own(x, decay(i) + kOwn * lane);
+    if (!a.gate.l2norm) return;
+    sum = sum_over(sum, 1, 32);
+    if (lane == 0) squares(0)[i] = sum;
+  }
+  __device__ void make_whole_rows(float rate) const {
+    float bias[kOwn];
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c) bias[c] = bias_of(kOwn * lane + c);
+    const int end = sure() + count;
+#pragma unroll 1
+    for (int first = warp; first < end; first += kSide * warps) {
+      Own keys[kSide], gates[kSide];
+#pragma unroll
+      for (int j = 0; j < kSide; ++j) {
+        const int i = first + j * warps;
+        if (i < end)
+          load_own(a.tail_k, a.k, unit.q_head, i, &keys[j]), load_own_gates(i, &gates[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kSide; ++j)
+        if (first + j * warps < end)
+          make_whole_row(first + j * warps, keys[j], gates[j], bias, rate);
+    }
+  }
+  /// Behind a barrier: a row may take the place of one of the tail. Keys that several value heads
+  /// share are copied by a kernel behind.
+  __device__ void append_whole_rows() const {
+#pragma unroll 1
+    for (int t = warp; t < count; t += warps) {
+      Own key, gate;
+      const bool has_key = a.shape.H == a.shape.HV, has_gates = gate_step(a) != 0;
+      if (has_key) key.load(a.k, token_at(a.k, unit.q_head, t) + kOwn * lane);
+      if (has_gates) gate.load(a.g, token_at(a.g, unit.head, t) + kOwn * lane);
+      const int i = sure() + t;
+      if (has_key) key.store(a.tail_k, tail_at(a.tail_k, unit.q_head, i) + kOwn * lane);
+      if (has_gates) gate.store(a.tail_g, tail_at(a.tail_g, unit.head, i) + kOwn * lane);
+    }
   }
 
   // ---- from what was read to numbers in its place
@@ -259,34 +361,22 @@ struct Rows {
     return bits_at(view, token_at(view, head, token), part, size);
   }
   /// Reads rows [at, at + kGroup), past the last one that one, and looks at their type once.
-  __device__ void read_group(const RowView& tail, const RowView& tokens, int64_t head,
-                             const float* rows, int part, int at, uint32_t (&bits)[kGroup]) const {
+  __device__ void read_group(const RowView& tail, const RowView& tokens, int64_t head, int part,
+                             int at, uint32_t (&bits)[kGroup]) const {
     const int last = sure() + count - 1;
-    if constexpr (!kDense) {
 #pragma unroll
-      for (int j = 0; j < kGroup; ++j) {
-        const int i = min(at + j, last);
-        bits[j] = i < sure() ? bits_at(tail, tail_at(tail, head, i), part, a.shape.K)
-                             : bits_at(tokens, token_at(tokens, head, i - sure()), part, a.shape.K);
-      }
-      return;
-    }
-    const float* own = rows + part * kPart;
-    if (tokens.type == Element::kFloat32) {
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j)
-        bits[j] = __float_as_uint(own[min(at + j, last) * kK + lane]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j)
-        bits[j] = reinterpret_cast<const uint16_t*>(own + min(at + j, last) * kK)[lane];
+    for (int j = 0; j < kGroup; ++j) {
+      const int i = min(at + j, last);
+      bits[j] = i < sure() ? bits_at(tail, tail_at(tail, head, i), part, a.shape.K)
+                           : bits_at(tokens, token_at(tokens, head, i - sure()), part, a.shape.K);
     }
   }
-  __device__ float head_gate(int i, int part) const {
-    const int t = i - sure();
-    const float* word = decay(i) + part * kPart;
-    return t < 0 ? read_element(a.tail_g, tail_at(a.tail_g, unit.head, i), word)
-                 : read_element(a.g, token_at(a.g, unit.head, t), word);
+  __device__ float head_gate(int i) const {
+    const bool is_token = i >= sure();
+    return float_of(load_bits(is_token ? a.g.base : a.tail_g.base, a.g.type,
+                              is_token ? token_at(a.g, unit.head, i - sure())
+                                       : tail_at(a.tail_g, unit.head, i)),
+                    a.g.type);
   }
 
   /// Looks at the type once.
@@ -301,19 +391,20 @@ struct Rows {
     }
   }
 
-  template <GateMode kMode>
-  __device__ void make_decays(float (&x)[kGroup], float bias, float rate) const {
+  template <GateMode kMode, int kCount>
+  __device__ void make_decays(float (&x)[kCount], const float (&bias)[kCount], float rate) const {
     GateView gate = a.gate;
     gate.gate_mode = kMode;
 #pragma unroll
-    for (float& g : x) {
+    for (int c = 0; c < kCount; ++c) {
       if constexpr (kMode == GateMode::kBounded)  // a division has a branch, which others wait for
-        g = exp2f(gate.lower_bound * ptx::rcp(1.0f + expf(-rate * (g + bias))) * kLog2e);
+        x[c] = exp2f(gate.lower_bound * ptx::rcp(1.0f + expf(-rate * (x[c] + bias[c]))) * kLog2e);
       else
-        g = exp2f(log2_decay_exact(gate, g, bias, rate));
+        x[c] = exp2f(log2_decay_exact(gate, x[c], bias[c], rate));
     }
   }
-  __device__ void make_decays(float (&x)[kGroup], float bias, float rate) const {
+  template <int kCount>
+  __device__ void make_decays(float (&x)[kCount], const float (&bias)[kCount], float rate) const {
     switch (a.gate.gate_mode) {
       case GateMode::kLog: return make_decays<GateMode::kLog>(x, bias, rate);
       case GateMode::kSoftplus: return make_decays<GateMode::kSoftplus>(x, bias, rate);
@@ -327,25 +418,25 @@ struct Rows {
     const bool head_gates = gate_step(a) == 0;
     uint32_t key_bits[kGroup], gate_bits[kGroup];
     float keys[kGroup], gates[kGroup], sums[kGroup];
-    read_group(a.tail_k, a.k, unit.q_head, k(0), part, at, key_bits);
+    read_group(a.tail_k, a.k, unit.q_head, part, at, key_bits);
     if (head_gates) {
 #pragma unroll
-      for (int j = 0; j < kGroup; ++j) gates[j] = head_gate(min(at + j, end - 1), part);
+      for (int j = 0; j < kGroup; ++j) gates[j] = head_gate(min(at + j, end - 1));
     } else {
-      read_group(a.tail_g, a.g, unit.head, decay(0), part, at, gate_bits);
+      read_group(a.tail_g, a.g, unit.head, part, at, gate_bits);
     }
-    __syncwarp();  // numbers take their place
     floats_of(key_bits, a.k.type, keys);
     if (!head_gates) floats_of(gate_bits, a.g.type, gates);
-    make_decays(gates, bias, rate);
+    const float biases[kGroup] = {bias, bias, bias, bias};
+    make_decays(gates, biases, rate);
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {
       sums[j] = keys[j] * keys[j];
       const int i = min(at + j, end - 1);
       k(i)[channel] = keys[j];
-      decay(i)[channel] = kDense || channel < a.shape.K ? gates[j] : 0.0f;
+      decay(i)[channel] = channel < a.shape.K ? gates[j] : 0.0f;
     }
-    if (at + kGroup > sure() && (kDense || channel < a.shape.K)) {
+    if (at + kGroup > sure() && channel < a.shape.K) {
 #pragma unroll
       for (int j = 0; j < kGroup; ++j)
         if (at + j >= sure() && at + j < end)

@@ -125,11 +125,20 @@ __device__ __forceinline__ int32_t num_computed(const TailArgs& a, int64_t n,
   return static_cast<int32_t>(count);
 }
 
+/// The flag of sequences that a forward has left out.
+__device__ inline void add_found(const TailArgs& a) {
+  bool any = false;
+  for (int64_t i = threadIdx.x; i < a.num_found; i += blockDim.x) any |= a.found[i] != 0;
+  const int bad = __syncthreads_or(any);
+  if (bad && threadIdx.x == 0) *a.flags |= kBadTail;
+}
+
 /// Flags of device metadata, by a block that has nothing else to do. Other blocks write words of
 /// `folded` meanwhile, of sequences where nothing is wrong: before and after, a word is in range
 /// and has the same target. A thread has a few heads of a sequence.
 __device__ inline void write_flags(const TailArgs& a) {
   constexpr unsigned kHeads = 8;
+  if (a.found) return add_found(a);
   const DecodeArgs& base = a;
   decode::write_flags(base);
   bool wrong = false, many = false, parents = false;

@@ -20,8 +20,12 @@ struct TailArgs : HeadGates<DecodeArgs> {
   int32_t* folded = nullptr;           ///< [slots, HV]
   int64_t stride_folded_slot = 0, stride_folded_head = 0;
   int32_t rows = 0;         ///< R
+  int32_t most_sure = 0;    ///< rows in front of the tokens of a sequence of this call
   int32_t most_tokens = 0;  ///< of a sequence of this call
   bool settle = false;
+  /// [N], what is written to `folded`: a forward goes on from the folds up to there. Null: where
+  /// the folds end.
+  const int32_t* boundaries = nullptr;
   const int32_t* positions = nullptr;  ///< [N]
   const int32_t* sources = nullptr;    ///< [N], or null
   const int32_t* accepted = nullptr;   ///< [N, accepted_columns], or null
@@ -30,7 +34,32 @@ struct TailArgs : HeadGates<DecodeArgs> {
   int64_t parent_columns = 1;
   /// [N], written by launch_move_accepted(): 1 where accepted rows are wrong; null: there are none
   int32_t* wrong_accepted = nullptr;
+  /// [num_found], of launch_ends(): 1 where a tail is wrong. `flags` has all other bits then.
+  const int32_t* found = nullptr;
+  int64_t num_found = 0;
 };
+
+/// A forward with a tail folds the rows in front of the boundary where it ends, runs a forward
+/// without a tail up to there, and appends rows of the tokens behind it. So it is three calls:
+///   folds:    N sequences without tokens settle at `fold_positions`
+///   forward:  packs of sequences 2n, the tokens up to the boundary, and 2n + 1, those behind it,
+///             which have no slot there
+///   rows:     the same packs as a decode, where the sequences 2n have no slot
+struct EndsArgs {
+  TailArgs tail;       ///< `settle`, `accepted`, `parents` and what belongs to them unset
+  bool packed = true;  ///< else a sequence is a pack of its own
+  int64_t* cu_seqlens = nullptr;  ///< out, of each pack: [2M + 1] for its M sequences
+  int32_t* found = nullptr;       ///< [N] out: 1 where a tail is wrong: the sequence is skipped
+  int32_t* fold_slots = nullptr;  ///< [N] out, as all below; -1: nothing is folded, or skipped
+  int32_t* fold_positions = nullptr;
+  int32_t* boundaries = nullptr;
+  int32_t* forward_slots = nullptr;  ///< [2N]
+  int32_t* row_slots = nullptr;      ///< [2N]
+  int32_t* row_positions = nullptr;  ///< [2N]
+};
+
+/// Finds where the sequences of a forward end.
+Status launch_ends(const EndsArgs& args, const Launch& launch);
 
 /// Moves the rows that accepted_rows lists together, before the decode.
 Status launch_move_accepted(const TailArgs& args, const Launch& launch);

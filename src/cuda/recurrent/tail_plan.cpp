@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// How calls with a tail are planned: cuda/recurrent/tails.cpp launches them.
+#include <algorithm>
+
+#include "core/layout.hpp"
+#include "core/text.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/decode/tail/layout.hpp"
+#include "cuda/launch/blocks.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/device.hpp"
+#include "cuda/recurrent/tails.hpp"
+#include "plan/builder.hpp"
+
+namespace kda::cuda::recurrent {
+namespace {
+
+/// Most rows of the tail in front of the tokens behind a boundary, and most such tokens.
+constexpr int64_t kMostBehind = kTailBoundary - 1;
+
+/// Whether the rows of a batch follow each other without gaps, as those of a pack do.
+bool is_packed(const Problem& p) {
+  const auto follows = [&](const TensorDesc& desc) {
+    return p.num_tokens <= 1 || desc.strides[0] == p.num_tokens * desc.strides[1];
+  };
+  return p.batch <= 1 || (follows(p.q) && follows(p.k) && follows(p.v) && follows(p.g) &&
+                          follows(p.beta) && follows(p.o));
+}
+
+/// A pack has all sequences where rows of the batch allow that, else one.
+Problem inner_problem(const Problem& p) {
+  const bool packed = is_packed(p);
+  Problem inner = p;
+  inner.tail.reset();
+  inner.cu_seqlens = DType::kInt64;
+  inner.batch = 1;
+  inner.num_tokens = packed ? p.batch * p.num_tokens : p.num_tokens;
+  inner.num_sequences = packed ? 2 * p.num_sequences : 2;
+  for (TensorDesc* desc : {&inner.q, &inner.k, &inner.v, &inner.g, &inner.beta, &inner.o})
+    if (packed && p.batch > 1 && p.num_tokens == 1) desc->strides[1] = desc->strides[0];
+  inner.initial_state_mask = false;
+  inner.final_state = p.initial_state;
+  inner.zero_skipped = zeroes_skipped(p);
+  return inner;
+}
+
+std::string too_large(const registry::Request& request, int64_t bytes, const std::string& what) {
+  const int64_t most = block_shared_bytes(request.device.compute_capability);
+  if (bytes <= most) return {};
+  return cat("tail: R = ", request.problem.tail->rows, " rows", what, " take ", bytes,
+             " bytes of shared memory, ", request.device.name, " has ", most);
+}
+
+std::string decline_forward(const registry::Request& request) {
+  const Problem& p = request.problem;
+  return too_large(request,
+                   std::max(tail::shared_bytes(p.tail->rows, 0, p.key_dim, p.value_dim),
+                            tail::shared_bytes(kMostBehind, kMostBehind, p.key_dim, p.value_dim)),
+                   "");
+}
+
+void plan_forward(plan::PlanBuilder& builder, const Plan& inner) {
+  const Problem& p = builder.problem();
+  const int64_t heads = p.num_sequences * p.num_value_heads;
+  const auto N = static_cast<std::size_t>(p.num_sequences);
+  builder.stage("tail_fold", heads, "rows in front of the boundary where a sequence ends");
+  plan_expand_bias(builder, "tail_fold");
+  builder.kernel("tail_fold", "tail_ends");
+  builder.kernel("tail_fold", "tail");
+  for (const StagePlan& stage : inner.stages)
+    builder.stage(stage.name.c_str(), stage.num_tasks, stage.what);
+  for (const KernelChoice& kernel : inner.kernels)
+    builder.kernel(kernel.stage.c_str(), kernel.kernel.c_str(), kernel.why);
+  builder.stage("tail_rows", heads, "tokens behind that boundary, at most 15");
+  builder.kernel("tail_rows", "tail");
+  if (p.num_heads != p.num_value_heads) builder.kernel("tail_rows", "append_keys");
+  book_maps(builder);
+  builder.book(block::kTailEnds, block::kTailEndsOfSequence * N, sizeof(int32_t));
+  builder.book(block::kTailPacks, 3 * N + 1, sizeof(int64_t));
+  builder.book(block::kTailForward, inner.workspace_bytes, 1);
+}
+
+}  // namespace
+
+/// Accepted rows move before the decode; keys that value heads share follow behind it.
+void plan_tail_decode(plan::PlanBuilder& builder) {
+  const Problem& p = builder.problem();
+  if (p.tail->accepted_columns > 0) {
+    builder.kernel("decode", "move_accepted");
+    builder.book(block::kWrongAccepted, static_cast<std::size_t>(p.num_sequences), sizeof(int32_t));
+  }
+  builder.kernel("decode", "tail");
+  if (p.num_heads != p.num_value_heads) builder.kernel("decode", "append_keys");
+}
+
+std::string decline_tail_decode(const registry::Request& request) {
+  const Problem& p = request.problem;
+  const int64_t tokens = tail_tokens(p, request.cu_seqlens);
+  const bool unknown = p.cu_seqlens && request.cu_seqlens.empty();
+  return too_large(request, tail::shared_bytes(p.tail->rows, tokens, p.key_dim, p.value_dim),
+                   cat(" and ", unknown ? "up to " : "", tokens, " tokens a sequence",
+                       unknown ? ", whose lengths are unknown," : ""));
+}
+
+const registry::TailForward kTailForward = {.decline = decline_forward,
+                                            .inner = inner_problem,
+                                            .plan = plan_forward,
+                                            .run = if_built<tail_forward>()};
+
+}  // namespace kda::cuda::recurrent
