@@ -154,6 +154,24 @@ TEST(BackwardCut, AKernelFindsThePlannersCut) {
   EXPECT_GE(cut, wanted / 8);
 }
 
+/// A kernel multiplies chunks and segments in 32 bits.
+TEST(BackwardCut, MoreSegmentsThanAKernelCountsAreNotCut) {
+  Table table;
+  table.add(3000000);
+  table.segments = 45000;
+  EXPECT_TRUE(plan_of(table, true).plan.device_cut.on);
+  table.segments = 46000;
+  const BackwardPlan bounds = plan_of(table, true);
+  EXPECT_FALSE(bounds.plan.device_cut.on);
+  const std::string text = bounds.to_text(true);
+  EXPECT_NE(text.find("num_segments: 46000 segments of 3000000 tokens are more"), std::string::npos)
+      << text;
+  table = {};
+  table.add(3000);
+  table.segments = 1 << 20;  // as many as it has chunks
+  EXPECT_TRUE(plan_of(table, true).plan.device_cut.on);
+}
+
 TEST(BackwardCut, BoundsSayWhatAPlanNeeds) {
   Table table;
   table.heads = 4;
@@ -379,6 +397,27 @@ TEST_F(BackwardCutOnDevice, GradientsOfStatesThatAreNotAllThere) {
   }
 }
 
+/// Offsets that go back or leave the tokens are clamped: the call is one of the clamped offsets.
+TEST_F(BackwardCutOnDevice, OffsetsThatGoBackAreClamped) {
+  constexpr int64_t kFar = int64_t{1} << 40;
+  const std::vector<int64_t> given[] = {{0, 70, 20, kFar}, {-kFar, -1, 66, 3}};
+  const std::vector<int64_t> clamped[] = {{0, 70, 70, 80}, {0, 0, 66, 66}};
+  for (int i = 0; i < (test::emulated() ? 1 : 2); ++i) {
+    Inputs inputs = packed({clamped[i].back(), 0, 0}, 64, 64, Regime::kTrained);
+    inputs.cu_seqlens = clamped[i];
+    GradientBuffers host = check::make_gradients(inputs, kBf16), device = host;
+    test::BackwardCall on_host(inputs, host.gradients, {.segments = 3});
+    throw_if_error(on_host.run(&host));
+    inputs.cu_seqlens = given[i];
+    test::BackwardCall on_device(inputs, device.gradients, {.from_bounds = true, .segments = 3});
+    ASSERT_TRUE(on_device.plan.plan.device_cut.on);
+    EXPECT_TRUE(on_host.plan.plan.segmented);
+    const Status status = on_device.run(&device);
+    EXPECT_TRUE(status.ok()) << status.message();
+    EXPECT_TRUE(test::same_gradients(host, device)) << i;
+  }
+}
+
 /// As the planner likes.
 TEST_F(BackwardCutOnDevice, CutsThatGain) {
   if (test::emulated()) GTEST_SKIP() << "takes a minute there: some 9,000 tokens";
@@ -387,6 +426,17 @@ TEST_F(BackwardCutOnDevice, CutsThatGain) {
     expect_same_bits(packed({9000, 100, 0, 300}, 128, 128, regime, 2), kBf16, true, name);
     expect_same_bits(packed({3200, 3100, 0, 3100}, 128, 128, regime, 2), kBf16, false, name);
   }
+}
+
+/// So many that products of chunks and segments nearly fill 32 bits.
+TEST_F(BackwardCutOnDevice, CountsManySegments) {
+  Table table;
+  table.capability = test::device().compute_capability;
+  table.add(3000000);
+  table.segments = 45000;
+  const BackwardPlan bounds = plan_of(table, true), plan = plan_of(table, false);
+  ASSERT_TRUE(bounds.plan.device_cut.on);
+  expect_same_cut(plan.plan, {bounds, table.cu_seqlens, plan.plan.chunk_offsets});
 }
 
 /// One graph, other lengths at each replay: nothing is chosen when it is captured.
