@@ -428,6 +428,25 @@ TEST_F(BackwardCutOnDevice, CutsThatGain) {
   }
 }
 
+/// More offsets than threads.
+TEST_F(BackwardCutOnDevice, CountsManySequences) {
+  for (const int64_t segments : {0, 5})
+    for (const int64_t count : {511, 512, 513, 1100, 2600}) {
+      check::Random random(count);
+      Table table;
+      table.capability = test::device().compute_capability;
+      table.segments = segments;
+      const int64_t longest = random.below(count);
+      for (int64_t n = 0; n < count; ++n)
+        table.add(n == longest ? 200000 : random.below(3) * random.below(200));
+      const BackwardPlan bounds = plan_of(table, true), plan = plan_of(table, false);
+      ASSERT_TRUE(bounds.plan.device_cut.on);
+      EXPECT_TRUE(plan.plan.segmented);
+      expect_same_cut(plan.plan, {bounds, table.cu_seqlens, plan.plan.chunk_offsets});
+      ASSERT_FALSE(HasFailure()) << table.text();
+    }
+}
+
 /// So many that products of chunks and segments nearly fill 32 bits.
 TEST_F(BackwardCutOnDevice, CountsManySegments) {
   Table table;
