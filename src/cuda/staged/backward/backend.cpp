@@ -132,6 +132,8 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
   std::string declined;
   if (plan.problem.q.dtype == DType::kFloat16)
     declined = kNoFp16Segments;
+  else if (plan.problem.batch_invariant && plan.requested.context_parallel == SegmentPolicy::kAuto)
+    declined = "batch_invariant: not cut, since groups of heads and factors follow from the batch";
   else if (builder.gradients())
     declined = decline_segments(plan.problem, *builder.gradients());
   if (!declined.empty()) return builder.reason(std::move(declined));
@@ -144,7 +146,7 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
                .unit = kChunk});
   // Empty segments alone are not worth it: D is of the chains of whole sequences then.
   if (static_cast<int64_t>(plan.segments.size()) == 2 * plan.problem.num_sequences &&
-      builder.requested().spans)
+      builder.requested().spans && !plan.problem.batch_invariant)
     builder.drop_segments();
   if (plan.segmented) builder.set_segment_method(SegmentMethod::kScanMergeForward);
 }
