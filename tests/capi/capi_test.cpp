@@ -210,7 +210,7 @@ TEST(CApi, OptionsSayWhatACardHas) {
             "device: memory_bytes_per_second = -1 is neither 0 nor in 1e6..1e18");
   EXPECT_EQ(text_of(80, 0, -1), "device: gigahertz = -1 is neither 0 nor in 0.001..1000");
 
-  // Of a card, in options that were filled for one: a plan for the CPU is the same.
+  // Options that were filled for a card: a plan for the CPU does not read what they say of it.
   kda_plan_options options;
   kda_plan_options_init(&options);
   const auto cpu_text = [&]() -> std::string {
