@@ -209,18 +209,25 @@ Status read_call(const kda_plan* plan, const kda_problem* given, GivenProblem* c
   return check_call(plan->plan->problem, *current);
 }
 
+namespace {
+
+DeviceFacts gpu_of(const kda_plan_options& c) {
+  DeviceFacts device = gpu_facts(c.num_sms == 0 ? 132 : c.num_sms,
+                                 c.compute_capability == 0 ? 90 : c.compute_capability);
+  if (c.memory_bytes_per_second != 0) device.memory_bytes_per_second = c.memory_bytes_per_second;
+  if (c.gigahertz != 0) device.gigahertz = c.gigahertz;
+  return device;
+}
+
+}  // namespace
+
 Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOptions* options) {
   kda_plan_options c;
   kda_plan_options_init(&c);
   if (given) KDA_RETURN_IF_ERROR(read_struct(given, "options", &c));
   if (c.device_kind != KDA_CPU && c.device_kind != KDA_CUDA)
     return invalid("device_kind: value ", c.device_kind, " is unknown");
-  *device = c.device_kind == KDA_CUDA
-                ? gpu_facts(c.num_sms == 0 ? 132 : c.num_sms,
-                            c.compute_capability == 0 ? 90 : c.compute_capability)
-                : cpu_facts();
-  if (c.memory_bytes_per_second != 0) device->memory_bytes_per_second = c.memory_bytes_per_second;
-  if (c.gigahertz != 0) device->gigahertz = c.gigahertz;
+  *device = c.device_kind == KDA_CUDA ? gpu_of(c) : cpu_facts();
   options->context_parallel = static_cast<SegmentPolicy>(c.context_parallel);
   options->segment_method = c.one_pass ? SegmentMethod::kOnePass : SegmentMethod::kScanMergeForward;
   options->intra_form = static_cast<IntraForm>(c.intra_form);

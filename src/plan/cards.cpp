@@ -45,7 +45,7 @@ constexpr Card kCards[] = {
 /// The card of the nearest number of multiprocessors, of the highest capability up to this one.
 const Card& card_like(int32_t num_sms, int32_t compute_capability) {
   const Card* like = &kCards[0];
-  const auto distance = [&](const Card& card) { return std::abs(card.num_sms - num_sms); };
+  const auto distance = [&](const Card& card) { return std::abs(int64_t{card.num_sms} - num_sms); };
   for (const Card& card : kCards) {
     if (card.compute_capability > compute_capability) break;
     if (card.compute_capability > like->compute_capability || distance(card) < distance(*like))

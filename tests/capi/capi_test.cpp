@@ -209,6 +209,22 @@ TEST(CApi, OptionsSayWhatACardHas) {
   EXPECT_EQ(text_of(80, -1, 0),
             "device: memory_bytes_per_second = -1 is neither 0 nor in 1e6..1e18");
   EXPECT_EQ(text_of(80, 0, -1), "device: gigahertz = -1 is neither 0 nor in 0.001..1000");
+
+  // Options that were filled for a card: a plan for the CPU does not read what they say of it.
+  kda_plan_options options;
+  kda_plan_options_init(&options);
+  const auto cpu_text = [&]() -> std::string {
+    kda_plan* plan = nullptr;
+    if (kda_plan_create(&call.problem, call.inputs.cu_seqlens.data(), &options, &plan) != KDA_OK)
+      return kda_last_error();
+    std::string text = kda_plan_json(plan);
+    kda_plan_destroy(plan);
+    return text;
+  };
+  const std::string unset = cpu_text();
+  options.num_sms = 108, options.compute_capability = 80;
+  options.memory_bytes_per_second = 1.5e12, options.gigahertz = 1.25;
+  EXPECT_EQ(cpu_text(), unset);
 }
 
 TEST(CApi, OlderCallersStructsAreSmaller) {

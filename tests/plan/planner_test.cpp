@@ -534,6 +534,23 @@ TEST(Planner, AssumesOfAGpuWhatCardsOfItsCapabilityHave) {
   EXPECT_NEAR(gpu_facts(150, 89).memory_bytes_per_second, 0.88 * 864e9 * 150 / 142, 1e3);
   EXPECT_EQ(gpu_facts(84, 125).gigahertz, gpu_facts(48, 121).gigahertz);  // a later one
   EXPECT_EQ(gpu_facts(108, 75).gigahertz, a30.gigahertz);                 // an older one
+  EXPECT_EQ(gpu_facts(INT32_MIN, 80).gigahertz, a30.gigahertz);           // refused by a plan
+}
+
+/// Facts of a caller who knows neither: those of an H200, as the clock is.
+TEST(Planner, PredictsWithoutRates) {
+  std::vector<int64_t> cu;
+  const Problem p = packed({8192}, 64, &cu);
+  for (const int32_t capability : {80, 90}) {
+    DeviceFacts facts = gpu_facts(132, capability);
+    facts.memory_bytes_per_second = facts.gigahertz = 0;
+    Plan plan;
+    ASSERT_TRUE(make_plan(p, cu, facts, {}, &plan).ok());
+    EXPECT_GT(plan.cost.roofline_us, 1);
+    EXPECT_LT(plan.cost.roofline_us, 1e6);
+    EXPECT_EQ(plan.to_json().find("inf"), std::string::npos) << plan.to_json();
+    EXPECT_EQ(plan.to_text(true).find("-9223"), std::string::npos) << plan.to_text(true);
+  }
 }
 
 TEST(Planner, TakesTheDriversWordWhereItIsAnother) {

@@ -20,6 +20,11 @@ inline constexpr double kH200Gigahertz = 1.75;
 inline double gigahertz_of(const DeviceFacts& device) {
   return device.gigahertz > 0 ? device.gigahertz : kH200Gigahertz;
 }
+/// A large copy of an H200, of facts without a rate.
+inline constexpr double kH200BytesPerSecond = 4.24e12;
+inline double bytes_per_second_of(const DeviceFacts& device) {
+  return device.memory_bytes_per_second > 0 ? device.memory_bytes_per_second : kH200BytesPerSecond;
+}
 
 /// q, k, v, o, g in bf16 and beta, of a token and value head at K = V = 128.
 inline constexpr double kBytesPerToken = 1282;
@@ -36,7 +41,7 @@ inline CostSizes cost_sizes(const Problem& p, const DeviceFacts& device) {
           .key_dim = p.key_dim,
           .value_dim = p.value_dim,
           .num_sms = device.num_sms,
-          .bytes_per_second = device.memory_bytes_per_second};
+          .bytes_per_second = bytes_per_second_of(device)};
 }
 
 inline CostInput cost_input(const plan::Workload& work, const DeviceFacts& device) {
@@ -46,7 +51,7 @@ inline CostInput cost_input(const plan::Workload& work, const DeviceFacts& devic
                 .key_dim = work.key_dim,
                 .value_dim = work.value_dim,
                 .num_sms = work.num_sms,
-                .bytes_per_second = device.memory_bytes_per_second},
+                .bytes_per_second = bytes_per_second_of(device)},
                work.lengths};
   for (const int64_t length : work.lengths) in.sums.add(length);
   return in;

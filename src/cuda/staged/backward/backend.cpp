@@ -76,6 +76,12 @@ int64_t most_behind_of(const Plan& plan, const BackwardModel& model) {
                    : model.most_behind;
 }
 
+/// Chunks of a sequence times the segments that are asked for, as far as it has chunks: at most.
+int64_t most_chunks_times_segments(const Plan& plan) {
+  const int64_t chunks = plan.problem.num_tokens / kChunk + 1;
+  return chunks * std::min(fixed_segments(plan), chunks);
+}
+
 /// Why a kernel that knows the lengths does not cut; empty: it cuts where that is predicted to
 /// gain. By bounds alone, so that lengths never change what is launched.
 std::string decline_device_cut(const Plan& plan, const HeadGroups& groups) {
@@ -87,6 +93,9 @@ std::string decline_device_cut(const Plan& plan, const HeadGroups& groups) {
   if (p.batch_invariant) return "batch_invariant: not cut where only the device knows the lengths";
   if (p.num_tokens > kMostDeviceCutTokens)
     return cat(p.num_tokens, " tokens are more than a kernel counts; not cut");
+  if (most_chunks_times_segments(plan) > INT32_MAX)
+    return cat("num_segments: ", fixed_segments(plan), " segments of ", p.num_tokens,
+               " tokens are more than a kernel counts; not cut");
   const BackwardModel model = model_from_bounds(plan, groups);
   if (fixed_segments(plan) == 1 || p.num_tokens == 0 || p.num_sequences == 0)
     return "no sequence can be cut";
@@ -123,6 +132,8 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
   std::string declined;
   if (plan.problem.q.dtype == DType::kFloat16)
     declined = kNoFp16Segments;
+  else if (plan.problem.batch_invariant && plan.requested.context_parallel == SegmentPolicy::kAuto)
+    declined = "batch_invariant: not cut, since groups of heads and factors follow from the batch";
   else if (builder.gradients())
     declined = decline_segments(plan.problem, *builder.gradients());
   if (!declined.empty()) return builder.reason(std::move(declined));
@@ -135,7 +146,7 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
                .unit = kChunk});
   // Empty segments alone are not worth it: D is of the chains of whole sequences then.
   if (static_cast<int64_t>(plan.segments.size()) == 2 * plan.problem.num_sequences &&
-      builder.requested().spans)
+      builder.requested().spans && !plan.problem.batch_invariant)
     builder.drop_segments();
   if (plan.segmented) builder.set_segment_method(SegmentMethod::kScanMergeForward);
 }

@@ -15,9 +15,11 @@ namespace {
 /// Why chains have factors in bf16; empty if they are in fp16. Norms and sigmoids bound fp16
 /// factors. (A log gate may be positive: such chains are made again.) Scores of a small scale would
 /// lose bits, and X of a large one might not fit. Segments begin from the states of a scan, whose
-/// factors are in bf16.
+/// factors are in bf16. With batch_invariant what a batch cuts does not change other sequences.
 std::string decline_fp16(const Plan& plan, bool segments) {
   if (segments) return "segments begin from states of bf16 factors";
+  if (plan.problem.batch_invariant && plan.lengths_known && plan::asks_for_segments(plan.requested))
+    return "batch_invariant: segments of other sequences would need bf16 factors";
   return decline_fp16_factors(plan.problem);
 }
 
@@ -35,7 +37,9 @@ std::string decline_hopper_grad(const Plan& plan, const Gradients& gradients) {
                                    std::pair{"dk", &gradients.dk}})
     if (!has_whole_rows(*desc, DType::kBFloat16))
       return cat(name, " is not of bf16 rows aligned to 16 bytes");
-  if (!has_units_enough(most_chunks(plan) * p.num_heads, of_each, plan.device.num_sms))
+  const bool alone =  // what else is in the batch must not change the kernel
+      p.batch_invariant || plan.requested.context_parallel == SegmentPolicy::kOff;
+  if (!alone && !has_units_enough(most_chunks(plan) * p.num_heads, of_each, plan.device.num_sms))
     return cat(most_chunks(plan) * p.num_heads, " chunks of q/k heads are too few for ",
                plan.device.num_sms, " SMs");
   return {};

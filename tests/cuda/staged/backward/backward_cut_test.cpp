@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,7 @@ struct Table {
   int64_t heads = 1, group = 1, dim = 128;  ///< group: value heads of a q/k head
   int32_t sms = 132, capability = 90;
   int64_t segments = 0;  ///< asked for; 0: as the planner likes
+  bool batch_invariant = false, off = false;
 
   int64_t num_sequences() const { return static_cast<int64_t>(cu_seqlens.size()) - 1; }
   int64_t num_tokens() const { return cu_seqlens.back(); }
@@ -51,6 +53,8 @@ struct Table {
     p.q = p.k = contiguous(DType::kBFloat16, {1, T, heads, dim});
     p.v = p.g = p.o = contiguous(DType::kBFloat16, {1, T, HV, dim});
     p.beta = contiguous(DType::kBFloat16, {1, T, HV});
+    p.batch_invariant = batch_invariant;
+    if (batch_invariant || off) p.qk_l2norm = true, p.beta_mode = BetaMode::kSigmoid;
     return p;
   }
   std::string text() const {
@@ -95,6 +99,7 @@ BackwardPlan plan_of(const Table& table, bool from_bounds) {
   options.most_cut_bytes = INT64_MAX;
   if (table.segments > 0)
     options.context_parallel = SegmentPolicy::kFixed, options.num_segments = table.segments;
+  if (table.off) options.context_parallel = SegmentPolicy::kOff;
   throw_if_error(from_bounds ? make_plan_from_bounds(p, facts, options, &forward)
                              : make_plan(p, table.cu_seqlens, facts, options, &forward));
   options.backend = kName;
@@ -154,6 +159,24 @@ TEST(BackwardCut, AKernelFindsThePlannersCut) {
   EXPECT_GE(cut, wanted / 8);
 }
 
+/// A kernel multiplies chunks and segments in 32 bits.
+TEST(BackwardCut, MoreSegmentsThanAKernelCountsAreNotCut) {
+  Table table;
+  table.add(3000000);
+  table.segments = 45000;
+  EXPECT_TRUE(plan_of(table, true).plan.device_cut.on);
+  table.segments = 46000;
+  const BackwardPlan bounds = plan_of(table, true);
+  EXPECT_FALSE(bounds.plan.device_cut.on);
+  const std::string text = bounds.to_text(true);
+  EXPECT_NE(text.find("num_segments: 46000 segments of 3000000 tokens are more"), std::string::npos)
+      << text;
+  table = {};
+  table.add(3000);
+  table.segments = 1 << 20;  // as many as it has chunks
+  EXPECT_TRUE(plan_of(table, true).plan.device_cut.on);
+}
+
 TEST(BackwardCut, BoundsSayWhatAPlanNeeds) {
   Table table;
   table.heads = 4;
@@ -167,6 +190,46 @@ TEST(BackwardCut, BoundsSayWhatAPlanNeeds) {
   const std::string text = bounds.to_text(true);
   for (const char* part : {"at most 66 segments behind first ones", "backward_cut", "both_merges"})
     EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
+}
+
+/// Segments and kernels of a sequence, whatever else is in the batch. Nothing is cut with `off`.
+TEST(BackwardCut, BatchInvariantPlansAreThoseOfSequencesAlone) {
+  check::Random random(24);
+  const auto names_of = [](const BackwardPlan& plan) {
+    std::vector<std::string> names;
+    for (const KernelChoice& choice : plan.plan.kernels) {
+      const bool grad = choice.stage == "chunk_grad", chains = choice.stage == "chunk_reverse";
+      if (grad || (chains && choice.kernel != "d_chains" && choice.kernel != "both_merges"))
+        names.push_back(choice.kernel);
+    }
+    return std::set<std::string>(names.begin(), names.end());
+  };
+  const int wanted = num_tables(300);
+  int cut = 0;
+  for (int i = 0; i < wanted; ++i) {
+    Table table = random_table(&random);
+    (i % 4 < 2 ? table.off : table.batch_invariant) = true;
+    table.dim = 128;  // where factors may be in fp16
+    if (i % 2 == 0) table.group = 8;
+    const BackwardPlan batch = plan_of(table, false);
+    cut += batch.plan.segmented ? 1 : 0;
+    for (int64_t n = 0; n < std::min<int64_t>(table.num_sequences(), 8); ++n) {
+      Table one = table;
+      one.cu_seqlens = {0};
+      one.add(table.cu_seqlens[static_cast<std::size_t>(n + 1)] -
+              table.cu_seqlens[static_cast<std::size_t>(n)]);
+      if (one.num_tokens() == 0) continue;
+      const BackwardPlan alone = plan_of(one, false);
+      const auto& offsets = batch.plan.segment_offsets;
+      const int64_t of_batch = batch.plan.segmented ? offsets[static_cast<std::size_t>(n + 1)] -
+                                                          offsets[static_cast<std::size_t>(n)]
+                                                    : 1;
+      const int64_t of_alone = alone.plan.segmented ? alone.plan.segment_offsets.back() : 1;
+      ASSERT_EQ(of_batch, of_alone) << table.text() << ", sequence " << n;
+      ASSERT_EQ(names_of(batch), names_of(alone)) << table.text() << ", sequence " << n;
+    }
+  }
+  EXPECT_GE(cut, wanted / 20);
 }
 
 TEST(BackwardCut, NothingIsCutFromBoundsAndThePlanSaysWhy) {
@@ -379,6 +442,27 @@ TEST_F(BackwardCutOnDevice, GradientsOfStatesThatAreNotAllThere) {
   }
 }
 
+/// Offsets that go back or leave the tokens are clamped: the call is one of the clamped offsets.
+TEST_F(BackwardCutOnDevice, OffsetsThatGoBackAreClamped) {
+  constexpr int64_t kFar = int64_t{1} << 40;
+  const std::vector<int64_t> given[] = {{0, 70, 20, kFar}, {-kFar, -1, 66, 3}};
+  const std::vector<int64_t> clamped[] = {{0, 70, 70, 80}, {0, 0, 66, 66}};
+  for (int i = 0; i < (test::emulated() ? 1 : 2); ++i) {
+    Inputs inputs = packed({clamped[i].back(), 0, 0}, 64, 64, Regime::kTrained);
+    inputs.cu_seqlens = clamped[i];
+    GradientBuffers host = check::make_gradients(inputs, kBf16), device = host;
+    test::BackwardCall on_host(inputs, host.gradients, {.segments = 3});
+    throw_if_error(on_host.run(&host));
+    inputs.cu_seqlens = given[i];
+    test::BackwardCall on_device(inputs, device.gradients, {.from_bounds = true, .segments = 3});
+    ASSERT_TRUE(on_device.plan.plan.device_cut.on);
+    EXPECT_TRUE(on_host.plan.plan.segmented);
+    const Status status = on_device.run(&device);
+    EXPECT_TRUE(status.ok()) << status.message();
+    EXPECT_TRUE(test::same_gradients(host, device)) << i;
+  }
+}
+
 /// As the planner likes.
 TEST_F(BackwardCutOnDevice, CutsThatGain) {
   if (test::emulated()) GTEST_SKIP() << "takes a minute there: some 9,000 tokens";
@@ -387,6 +471,36 @@ TEST_F(BackwardCutOnDevice, CutsThatGain) {
     expect_same_bits(packed({9000, 100, 0, 300}, 128, 128, regime, 2), kBf16, true, name);
     expect_same_bits(packed({3200, 3100, 0, 3100}, 128, 128, regime, 2), kBf16, false, name);
   }
+}
+
+/// More offsets than threads.
+TEST_F(BackwardCutOnDevice, CountsManySequences) {
+  for (const int64_t segments : {0, 5})
+    for (const int64_t count : {511, 512, 513, 1100, 2600}) {
+      check::Random random(count);
+      Table table;
+      table.capability = test::device().compute_capability;
+      table.segments = segments;
+      const int64_t longest = random.below(count);
+      for (int64_t n = 0; n < count; ++n)
+        table.add(n == longest ? 200000 : random.below(3) * random.below(200));
+      const BackwardPlan bounds = plan_of(table, true), plan = plan_of(table, false);
+      ASSERT_TRUE(bounds.plan.device_cut.on);
+      EXPECT_TRUE(plan.plan.segmented);
+      expect_same_cut(plan.plan, {bounds, table.cu_seqlens, plan.plan.chunk_offsets});
+      ASSERT_FALSE(HasFailure()) << table.text();
+    }
+}
+
+/// So many that products of chunks and segments nearly fill 32 bits.
+TEST_F(BackwardCutOnDevice, CountsManySegments) {
+  Table table;
+  table.capability = test::device().compute_capability;
+  table.add(3000000);
+  table.segments = 45000;
+  const BackwardPlan bounds = plan_of(table, true), plan = plan_of(table, false);
+  ASSERT_TRUE(bounds.plan.device_cut.on);
+  expect_same_cut(plan.plan, {bounds, table.cu_seqlens, plan.plan.chunk_offsets});
 }
 
 /// One graph, other lengths at each replay: nothing is chosen when it is captured.

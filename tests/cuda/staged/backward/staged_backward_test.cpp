@@ -438,8 +438,9 @@ GradientBuffers run_in_groups(const Inputs& inputs, GradientBuffers buffers,
   const std::span<const int64_t> lengths = whole.problem.cu_seqlens
                                                ? std::span<const int64_t>(whole.cu_seqlens)
                                                : std::span<const int64_t>();
-  throw_if_error(plan::plan_with(heads, whole.problem, &lengths, whole.device, whole.requested,
-                                 &call.plan.plan, &buffers.gradients));
+  throw_if_error(plan::plan_with(heads, whole.problem, run.from_bounds ? nullptr : &lengths,
+                                 whole.device, whole.requested, &call.plan.plan,
+                                 &buffers.gradients));
   *text = call.plan.to_text(true);
   call.workspace = io::Buffer(call.plan.plan.workspace_bytes);
   call.workspace.fill(0xff);
@@ -482,6 +483,11 @@ TEST_F(StagedBackward, GroupsOfHeadsChangeNoBit) {
     EXPECT_TRUE(test::same_gradients(
         run_in_groups(inputs, buffers, two_heads, &text, {.segments = 2}), cut));
     EXPECT_NE(text.find("2 segments a sequence asked for"), std::string::npos) << text;
+    // The device cuts once, for all groups.
+    EXPECT_TRUE(test::same_gradients(
+        run_in_groups(inputs, buffers, two_heads, &text, {.from_bounds = true, .segments = 2}),
+        cut));
+    EXPECT_NE(text.find("backward_cut"), std::string::npos) << text;
   }
   // What Hopper has a kernel of its own for; its chunks more than pieces of 64 tokens.
   for (const int64_t value_heads : {3, 6}) {
