@@ -34,6 +34,12 @@ void run(const Copy& copy) {
     std::memcpy(copy.target, copy.source, size);
 }
 
+/// Until it is run, its target holds neither what it held nor what it gets.
+Copy begin(const Copy& copy) {
+  std::memset(copy.target, 0xff, static_cast<std::size_t>(size_of(copy)));
+  return copy;
+}
+
 struct Thread {
   uint3 index{};
   context::fiber fiber;    // suspended
@@ -302,7 +308,7 @@ void check_bulk_copy(const void* target, const void* source, int bytes) {
 void cp_async_bulk(void* target, const void* source, int bytes, uint64_t index) {
   check_bulk_copy(target, source, bytes);
   Mbarrier& b = mbarrier(index);
-  b.copies.push_back({target, source, bytes});
+  b.copies.push_back(begin({target, source, bytes}));
   ++b.news;
 }
 void cp_async_bulk_store(void* target, const void* source, int bytes) {
@@ -360,7 +366,7 @@ void* shared_pointer(uint32_t offset, int alignment) {
 void copy_async(void* target, const void* source, int bytes) {
   if (bytes > 0 && reinterpret_cast<uintptr_t>(source) % static_cast<uintptr_t>(bytes) != 0)
     fail("a copy from a misaligned address");
-  self->open.push_back({target, source, bytes});
+  self->open.push_back(begin({target, source, bytes}));
 }
 void commit_copies() {
   self->groups.push_back(std::move(self->open));

@@ -2,7 +2,7 @@
 // CUDA kernels on the CPU, for machines without a GPU: the .cu files are compiled as C++, every
 // thread of a block is a fiber, and whatever threads do together (shuffles, mma, barriers, copies)
 // is done by the last of them to arrive. Blocks, or clusters of them, run one after the other. What
-// it finds: wrong results, wrong indices, misaligned addresses, reads before a copy was waited for,
+// it finds: wrong results, wrong indices, misaligned addresses, reads of what a copy still writes,
 // barriers that do not match (a deadlock is reported). What it does not: races that need another
 // order of instructions, and time.
 //

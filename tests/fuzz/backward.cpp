@@ -130,6 +130,7 @@ std::string run_case(const Options& options, int64_t index, Totals* totals, Dige
         backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];
   if (random.chance(0.5)) run.kept_every = 64 * (1 + random.below(4));
   if (test::on_cuda() && random.chance(0.4)) run.segments = 2 + random.below(7);
+  if (options.gdn) run.num_sms = static_cast<int32_t>(1 + random.below(8));  // units of a block
   run.from_bounds = behind;
   test::BackwardCall call(inputs, buffers.gradients, run);
   throw_if_error(call.run(&buffers));

@@ -12,7 +12,7 @@
 namespace kda::cuda::gdn {
 
 /// Gates are one a head. K <= 128; rows of q and k in bf16, aligned to 16 bytes, g and beta of any
-/// type; no dt_bias.
+/// type, dt_bias one a head.
 struct IntraArgs : ChunkIntraArgs {
   Divisor q_heads;  ///< H
   Factors made;

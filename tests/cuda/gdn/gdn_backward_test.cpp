@@ -187,13 +187,46 @@ TEST_F(GdnBackward, BlocksTakeSeveralChunks) {
   errors_of(test::without_rows_behind(padded), buffers, "lengths on the device");
 }
 
-// ---- steps and norms
+TEST_F(GdnBackward, RingsGoOnOverUnits) {
+  // One block, in which stages and numbers of heads come in odd counts a q/k head. With several
+  // heads of one tile of V copies are two heads ahead.
+  for (const auto& [H, HV, V] :
+       {std::array<int64_t, 3>{3, 3, 64}, {1, 3, 192}, {1, 5, 64}, {2, 6, 64}}) {
+    const Inputs inputs = test::gdn::inputs_of(
+        {.lengths = {70, 1}, .H = H, .HV = HV, .V = V, .gates = Gates::kTrained});
+    BackwardRun one = on_gdn();
+    one.num_sms = 1;
+    expect_within(inputs, gradients_of(inputs),
+                  std::to_string(HV / H) + " heads, V " + std::to_string(V), one);
+  }
+}
+
+// ---- steps, norms, scales
 
 TEST_F(GdnBackward, PlainSteps) {
   for (const double beta : {2.0, 1.0, 0x1p-9, 0.0, -0.5}) {
     Inputs inputs = test::gdn::inputs_of({.lengths = {100}, .K = 128, .V = 128});
     test::gdn::set_betas(&inputs, beta);
     expect_within(inputs, "beta " + std::to_string(beta));
+  }
+}
+
+TEST_F(GdnBackward, Scales) {
+  for (const double scale : {0.0, -0.3, 1e-20}) {
+    Inputs inputs = test::gdn::inputs_of({.lengths = {100}, .K = 128, .V = 128});
+    inputs.problem.scale = scale;
+    expect_within(inputs, "scale " + std::to_string(scale));
+  }
+}
+
+TEST_F(GdnBackward, KeysAndQueriesOfZeros) {
+  for (const bool norm : {false, true}) {
+    Inputs inputs =
+        test::gdn::inputs_of({.lengths = {100}, .K = 128, .V = 128, .gates = Gates::kSlow});
+    inputs.problem.qk_l2norm = norm;
+    scale_by(&inputs.k, DType::kBFloat16, [](int64_t i) { return i / 128 % 3 == 0 ? 0 : 0.05; });
+    scale_by(&inputs.q, DType::kBFloat16, [](int64_t i) { return i / 128 % 5 == 0 ? 0 : 1; });
+    expect_within(inputs, norm ? "zeros, norm" : "zeros, no norm");
   }
 }
 

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chains of a backward of Gated DeltaNet, from the factors of its forward (gdn/factors.hpp):
-//   from left to right   Z = v - row_k (k S);  E = Z + (T' - I) Z;  S = exp(G_end) S + k^T (col_k
-//   E) from right to left   X = col_k (k dS) + A^T d_o + diag d_o;  dZ = X + (T' - I)^T X
-//                        dS = exp(G_end) dS + q^T (row_q d_o) - k^T (row_k dZ)
+// The chains of a backward of Gated DeltaNet, from the factors of its forward (gdn/factors.hpp).
+// From left to right:
+//   Z = v - row_k (k S);  E = Z + (T' - I) Z
+//   S = exp(G_end) S + k^T (col_k E)
+// From right to left:
+//   X = col_k (k dS) + A^T d_o + diag d_o;  dZ = X + (T' - I)^T X
+//   dS = exp(G_end) dS + q^T (row_q d_o) - k^T (row_k dZ)
 // A holds the steps of its columns, and so do diag and col_k. dZ is dv.
 #pragma once
 

@@ -562,8 +562,8 @@ struct Finisher {
   __device__ const BackwardNumbers& of_tokens() const { return s.of_head[heads % 2].tokens; }
   __device__ const Tokens& tokens() const { return s.tokens[heads % 2]; }
 
-  /// Sums of M over later rows, in place of the first warpgroup's part.
-  __device__ void sum_columns() const {
+  /// Sums of M over later rows, in place of the first warpgroup's part. Returns that of all rows.
+  __device__ float sum_columns() const {
     float sum = 0;
 #pragma unroll 4
     for (int i = kChunk - 1; i >= 0; --i) {
@@ -571,7 +571,7 @@ struct Finisher {
       sum += s.M[0][i][j] + s.M[1][i][j];
       s.M[0][i][j] = sum;
     }
-    s.columns[thread] = sum;
+    return sum;
   }
   /// Sums over rectangles j < t <= i.
   __device__ void sum_rectangles() const {
@@ -662,8 +662,9 @@ struct Finisher {
   __device__ void run_head(const Unit& unit, const ChunkTokens& chunk, int head) {
     ptx::mbarrier_wait(s.head_full[heads % 2], heads / 2 % 2);
     ptx::mbarrier_wait(s.M_full, heads % 2);
-    sum_columns();
-    sync();
+    const float column = sum_columns();
+    sync();  // store() of the value head before is over, and reads its sums no more
+    s.columns[thread] = column;
     sum_rectangles();
     ptx::mbarrier_arrive(s.M_empty);
     sync();

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients of a chunk of Gated DeltaNet, all chunks at once, from S0, E, dS, dZ and d_o. With D
 // and the factors of tokens as in gdn/factors.hpp, P = d_o E^T, R = dZ E^T, raw q and k:
-//   dq'_i = row_q_i S0 d_o_i + sum_{j<=i} p_ij beta_j k_j                      p_ij = m_i n_j D_ij
-//   P_ij dk'_j = col_k_j dS E_j - row_k_j S0 dZ_j + sum_{i>=j} p_ij beta_j q_i      r_ij = -n_i n_j
-//   D_ij R_ij
+//   p_ij  = m_i n_j D_ij P_ij;  r_ij = -n_i n_j D_ij R_ij
+//   dq'_i = row_q_i S0 d_o_i + sum_{j<=i} p_ij beta_j k_j
+//   dk'_j = col_k_j dS E_j - row_k_j S0 dZ_j + sum_{i>=j} p_ij beta_j q_i
 //           + sum_{i>j} r_ij beta_j k_i + sum_{i<j} r_ji beta_i k_i
-//   dq = dq' - q (q . dq') / |q|^2, and dk likewise; without the norm dq', dk'
+//   dq    = dq' - q (q . dq') / |q|^2, and dk likewise; without the norm dq', dk'
 //   dg_t  = exp(G_end) <S0, dS> + sum_{i>=t} a_i + sum_{j<t} b_j + sum_{j<t<=i} beta_j M_ij
-//           a_i = q_i . row_q_i S0 d_o_i - k_i . row_k_i S0 dZ_i,   b_j = k_j . col_k_j dS E_j
-//           M_ij = p_ij q_i . k_j + r_ij k_i . k_j                             nothing is
-//           subtracted
-//   dbeta_j = dZ_j . E_j / beta_j, or b_j / beta_j + sum_{i>j} M_ij + p_jj q_j . k_j, which is the
-//             same, for plain steps near 0
+//   dbeta_j = dZ_j . E_j / beta_j, or for plain steps near 0, which is the same,
+//             b_j / beta_j + sum_{i>j} M_ij + p_jj q_j . k_j
+// with a_i  = q_i . row_q_i S0 d_o_i - k_i . row_k_i S0 dZ_i,  b_j = k_j . col_k_j dS E_j
+//      M_ij = p_ij q_i . k_j + r_ij k_i . k_j
+// No sum of dg is the difference of two others.
 // dq and dk are sums over the value heads of a q/k head.
 #pragma once
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm90.gdn: factors of all chunks, both chains, gradients of all chunks, sums
-// for parameters. docs/design/gdn.md has the bytes that each launch reads and writes.
+// for parameters. docs/design/gdn_backward.md has the bytes that each launch reads and writes.
 #include "cuda/gdn/backward/launches.hpp"
 
 #include "core/text.hpp"
