@@ -28,7 +28,7 @@ class Options:
     """How the library plans a call (docs/planning.md). Results are exact with all of them.
 
     context_parallel: "auto" cuts long sequences over a GPU where that is predicted to gain; "off" never does; a number
-    cuts each into so many segments, where lengths are on the host. A step of decode is never cut.
+    cuts each into so many segments, of a forward where lengths are on the host. Decode is never cut.
     intra_form: "tensor" or "token", of backend cuda.sm80.staged. backend: the name of an implementation, or a part of
     it between dots ("sm90.fused", "avx2"; `kda info` lists them); a backward that it has not is of the best one.
     batch_invariant: a sequence has the same bits whatever else is in the batch.
