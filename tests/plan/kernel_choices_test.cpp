@@ -180,11 +180,19 @@ TEST_F(BackwardChoices, FewLongTurnsAreLeftToThePortableKernel) {
   EXPECT_TRUE(has_units_enough(1, 4, 132));
   EXPECT_TRUE(has_units_enough(44, 8, 132));
   EXPECT_FALSE(has_units_enough(43, 8, 132));
-  Call call = usual(1, 8);
-  EXPECT_EQ(call.kernels().grad, Grad::kHopper);  // 128 chunks
-  call.problem.num_tokens = 43 * 64;
-  call.describe();
-  EXPECT_EQ(call.kernels().grad, Grad::kPortable);
+  const auto grad = [](int64_t chunks, SegmentPolicy policy, bool invariant) {
+    Call call = usual(1, 8);
+    call.problem.num_tokens = chunks * 64;
+    call.problem.batch_invariant = invariant;
+    call.options.context_parallel = policy;
+    call.describe();
+    return call.kernels().grad;
+  };
+  EXPECT_EQ(grad(128, SegmentPolicy::kAuto, false), Grad::kHopper);
+  EXPECT_EQ(grad(43, SegmentPolicy::kAuto, false), Grad::kPortable);
+  // Tokens do not choose a kernel where the rest of a batch may not.
+  EXPECT_EQ(grad(43, SegmentPolicy::kAuto, true), Grad::kHopper);
+  EXPECT_EQ(grad(43, SegmentPolicy::kOff, false), Grad::kHopper);
 }
 
 TEST_F(BackwardChoices, StandInTheTextsOfThePlan) {
