@@ -379,21 +379,18 @@ TEST_F(Cli, PlanTextAndReasons) {
 
 /// Loops over columns and rows of every width, of each instruction set that this CPU has.
 TEST_F(Cli, TimesTailsOfEverySizeOnEveryCpu) {
-  for (const char* backend : {"portable", "avx2", "avx512"})
-    for (const char* tokens : {"1", "2", "3", "4", "8"})
-      for (const char* sizes : {"--key-dim 40 --value-dim 72", "--key-dim 128 --value-dim 128"}) {
-        std::string line =
-            "bench decode --device cpu --tail --milliseconds 1 --threads 1 --backend ";
-        line += backend;
-        line += " --case '--batch 1 --heads 1 --dtype fp32 --tokens ";
-        line += tokens;
-        line += " ";
-        line += sizes;
-        const Ran ran = kda(line + "'");
-        if (ran.exit_code == 3) continue;  // not on this CPU
-        EXPECT_EQ(ran.exit_code, 0) << backend << " " << tokens << " " << sizes;
-        EXPECT_NE(ran.out.find("of decode"), std::string::npos) << ran.out;
-      }
+  std::string cases;
+  for (const char* tokens : {"1", "2", "3", "4", "8"})
+    for (const char* sizes : {"--key-dim 40 --value-dim 72", "--key-dim 128 --value-dim 128"})
+      cases += cat(" --case '--batch 1 --heads 1 --dtype fp32 --tokens ", tokens, " ", sizes, "'");
+  for (const char* backend : {"portable", "avx2", "avx512"}) {
+    const Ran ran =
+        kda(cat("bench decode --device cpu --tail --milliseconds 1 --threads 1 --backend ", backend,
+                cases));
+    if (ran.exit_code == 3) continue;  // not on this CPU
+    EXPECT_EQ(ran.exit_code, 0) << backend << ": " << ran.err;
+    EXPECT_NE(ran.out.find("of decode"), std::string::npos) << ran.out;
+  }
 }
 
 /// What `kda run` can be asked for can be planned.
