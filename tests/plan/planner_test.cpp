@@ -573,7 +573,7 @@ TEST(Planner, TakesTheDriversWordWhereItIsAnother) {
   EXPECT_EQ(rates(with(gpu_facts(132), 1980000, 2619000, 5120)), rates(gpu_facts(132)));
 }
 
-/// What a user gives instead.
+/// Rates that a user gives take the place of those that are assumed.
 TEST(Planner, RefusesRatesThatNoGpuHas) {
   std::vector<int64_t> cu;
   const Problem p = packed({512}, 1, &cu);

@@ -79,6 +79,14 @@ void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,
   throw_if_error(BackwardCall(inputs, buffers->gradients, run).run(buffers));
 }
 
+void scale_by(io::Buffer* tensor, DType type, const std::function<double(int64_t)>& factor) {
+  const auto count =
+      static_cast<int64_t>(tensor->size() / static_cast<std::size_t>(dtype_size(type)));
+  for (int64_t i = 0; i < count; ++i)
+    store_element(tensor->data(), type, i,
+                  static_cast<float>(factor(i) * load_double(tensor->data(), type, i)));
+}
+
 void expect_gradients_within(const check::Inputs& inputs, check::GradientBuffers buffers,
                              BackwardCall* call, bool many, bool half, const std::string& what) {
   throw_if_error(call->run(&buffers));

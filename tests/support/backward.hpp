@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <string>
 
 #include "check/backward.hpp"
@@ -57,6 +58,9 @@ struct BackwardCall {
 /// Fills the outputs of `buffers`; the workspace is filled with NaN first. Throws kda::Error.
 void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,
                   const BackwardRun& run = {});
+
+/// Multiplies element i of a tensor of `type` by factor(i).
+void scale_by(io::Buffer* tensor, DType type, const std::function<double(int64_t)>& factor);
 
 /// Runs a planned call and compares its gradients with the oracle's: every head within its
 /// tolerance; if `many`, all heads together within the bounds of bf16 operands, and of fp16 chains

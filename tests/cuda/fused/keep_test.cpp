@@ -42,14 +42,6 @@ void expect_within(const Inputs& inputs, bool many, const std::string& what,
   expect_buffers_within(inputs, check::make_gradients(inputs, kBf16), many, what, run);
 }
 
-void scale_by(io::Buffer* tensor, DType type, const std::function<double(int64_t)>& factor) {
-  const auto count =
-      static_cast<int64_t>(tensor->size() / static_cast<std::size_t>(dtype_size(type)));
-  for (int64_t i = 0; i < count; ++i)
-    store_element(tensor->data(), type, i,
-                  static_cast<float>(factor(i) * load_double(tensor->data(), type, i)));
-}
-
 TEST_F(Keep, EveryRegime) {
   for (int regime = 0; regime < check::kNumRegimes; ++regime)
     for (const int64_t K : {128, 64}) {
@@ -110,12 +102,12 @@ TEST_F(Keep, ValuesOfAnySize) {
   const auto spikes = [](int64_t i) { return i / 128 % 37 == 20 ? 0x1p18 : 1.0; };
   for (const auto& [of_v, of_states] : {std::pair{0x1p-40, 0x1p-60}, std::pair{0x1p60, 0x1p50}}) {
     Inputs x = inputs;
-    scale_by(&x.v, DType::kBFloat16, everywhere(of_v));
-    scale_by(&x.initial_state, DType::kFloat32, everywhere(of_states));
+    test::scale_by(&x.v, DType::kBFloat16, everywhere(of_v));
+    test::scale_by(&x.initial_state, DType::kFloat32, everywhere(of_states));
     expect_within(x, false, "v times " + std::to_string(of_v));
   }
   Inputs x = inputs;
-  scale_by(&x.v, DType::kBFloat16, spikes);
+  test::scale_by(&x.v, DType::kBFloat16, spikes);
   expect_within(x, false, "spikes");
 }
 
@@ -127,7 +119,7 @@ TEST_F(Keep, GatesStepsAndNorms) {
       Inputs inputs = check::generate(options);
       inputs.problem.beta_mode = beta;
       if (beta == BetaMode::kPlain)
-        scale_by(&inputs.beta, inputs.problem.beta.dtype, [](int64_t) { return 0.3; });
+        test::scale_by(&inputs.beta, inputs.problem.beta.dtype, [](int64_t) { return 0.3; });
       expect_within(inputs, false, std::string(check::regime_name(regime)) + " gates");
     }
   for (const int64_t K : {64, 128}) {

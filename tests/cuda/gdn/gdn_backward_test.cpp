@@ -37,20 +37,12 @@ class GdnBackward : public test::HopperTest {};
 
 BackwardRun on_gdn() { return {.backend = "gdn"}; }
 
-void scale_by(io::Buffer* tensor, DType type, const std::function<double(int64_t)>& factor) {
-  const auto count =
-      static_cast<int64_t>(tensor->size() / static_cast<std::size_t>(dtype_size(type)));
-  for (int64_t i = 0; i < count; ++i)
-    store_element(tensor->data(), type, i,
-                  static_cast<float>(factor(i) * load_double(tensor->data(), type, i)));
-}
-
 /// Gradients of final states that are not all that few tokens get.
 GradientBuffers gradients_of(const Inputs& inputs, const GradientOptions& options = kBf16) {
   GradientBuffers buffers = check::make_gradients(inputs, options);
   if (buffers.gradients.d_final_state)
-    scale_by(&buffers.d_final_state, buffers.gradients.d_final_state->dtype,
-             [](int64_t) { return 0.1; });
+    test::scale_by(&buffers.d_final_state, buffers.gradients.d_final_state->dtype,
+                   [](int64_t) { return 0.1; });
   return buffers;
 }
 
@@ -125,7 +117,7 @@ TEST_F(GdnBackward, EveryGate) {
 }
 
 TEST_F(GdnBackward, EqualKeysWithStepsNear2) {
-  // What the forward loses of its states there (docs/design/gdn.md) the gradients have lost too.
+  // The forward loses digits of its states there (docs/design/gdn.md), and so do the gradients.
   const Inputs inputs = test::gdn::inputs_of(
       {.lengths = {150}, .K = 128, .V = 128, .gates = Gates::kSlow, .equal_keys = true});
   GradientBuffers buffers = gradients_of(inputs);
@@ -224,8 +216,9 @@ TEST_F(GdnBackward, KeysAndQueriesOfZeros) {
     Inputs inputs =
         test::gdn::inputs_of({.lengths = {100}, .K = 128, .V = 128, .gates = Gates::kSlow});
     inputs.problem.qk_l2norm = norm;
-    scale_by(&inputs.k, DType::kBFloat16, [](int64_t i) { return i / 128 % 3 == 0 ? 0 : 0.05; });
-    scale_by(&inputs.q, DType::kBFloat16, [](int64_t i) { return i / 128 % 5 == 0 ? 0 : 1; });
+    test::scale_by(&inputs.k, DType::kBFloat16,
+                   [](int64_t i) { return i / 128 % 3 == 0 ? 0 : 0.05; });
+    test::scale_by(&inputs.q, DType::kBFloat16, [](int64_t i) { return i / 128 % 5 == 0 ? 0 : 1; });
     expect_within(inputs, norm ? "zeros, norm" : "zeros, no norm");
   }
 }
@@ -235,11 +228,12 @@ TEST_F(GdnBackward, KeysAndQueriesOfAnyLength) {
       test::gdn::inputs_of({.lengths = {100}, .K = 128, .V = 128, .gates = Gates::kSlow});
   inputs.problem.qk_l2norm = false;
   // Steps of 1 and keys of length 1.2 let states grow.
-  scale_by(&inputs.k, DType::kBFloat16, [](int64_t) { return 1.2 / std::sqrt(128.0); });
-  scale_by(&inputs.q, DType::kBFloat16, [](int64_t i) { return i / 128 % 2 ? 0x1p10 : 0x1p-10; });
+  test::scale_by(&inputs.k, DType::kBFloat16, [](int64_t) { return 1.2 / std::sqrt(128.0); });
+  test::scale_by(&inputs.q, DType::kBFloat16,
+                 [](int64_t i) { return i / 128 % 2 ? 0x1p10 : 0x1p-10; });
   expect_within(inputs, "no norm");
   inputs.problem.qk_l2norm = true;
-  scale_by(&inputs.k, DType::kBFloat16, [](int64_t i) { return i / 128 % 2 ? 0x1p20 : 1; });
+  test::scale_by(&inputs.k, DType::kBFloat16, [](int64_t i) { return i / 128 % 2 ? 0x1p20 : 1; });
   expect_within(inputs, "norm of long keys");
 }
 
@@ -249,22 +243,22 @@ TEST_F(GdnBackward, GradientsOfAnySize) {
   const Inputs inputs = test::gdn::inputs_of({.lengths = {100}, .K = 128, .V = 128});
   for (const double size : {0x1p30, 0x1p-30}) {
     GradientBuffers buffers = gradients_of(inputs);
-    scale_by(&buffers.d_o, DType::kBFloat16, [=](int64_t) { return size; });
-    scale_by(&buffers.d_final_state, DType::kFloat32, [=](int64_t) { return size; });
+    test::scale_by(&buffers.d_o, DType::kBFloat16, [=](int64_t) { return size; });
+    test::scale_by(&buffers.d_final_state, DType::kFloat32, [=](int64_t) { return size; });
     expect_within(inputs, buffers, "d_o times " + std::to_string(size));
   }
 }
 
-/// What later tokens have does not cost earlier ones their digits: nothing is subtracted.
+/// Large terms of later tokens cost earlier tokens no digits, because nothing is subtracted.
 TEST_F(GdnBackward, EarlyTokensKeepTheirDigits) {
   for (const Gates gates : {Gates::kStrong, Gates::kNeedle}) {
     const Inputs inputs =
         test::gdn::inputs_of({.lengths = {128}, .HV = 1, .K = 128, .V = 128, .gates = gates});
     GradientBuffers buffers = gradients_of(inputs);
     const auto early = [](int64_t token) { return token % 64 < 32; };
-    scale_by(&buffers.d_o, DType::kBFloat16,
-             [&](int64_t i) { return early(i / 128) ? 0x1p-24 : 1; });
-    scale_by(&buffers.d_final_state, DType::kFloat32, [](int64_t) { return 0; });
+    test::scale_by(&buffers.d_o, DType::kBFloat16,
+                   [&](int64_t i) { return early(i / 128) ? 0x1p-24 : 1; });
+    test::scale_by(&buffers.d_final_state, DType::kFloat32, [](int64_t) { return 0; });
     run(inputs, &buffers);
     std::vector<cpu::oracle::HeadGradients> truths;
     check::compare_gradients(inputs, buffers, {.operands = DType::kBFloat16}, &truths);
@@ -285,8 +279,9 @@ TEST_F(GdnBackward, ZerosBehindALoss) {
   const Inputs inputs = test::gdn::inputs_of({.lengths = {150}, .HV = 1, .K = 128, .V = 128});
   GradientBuffers buffers = gradients_of(inputs);
   constexpr int64_t kLast = 75;
-  scale_by(&buffers.d_o, DType::kBFloat16, [](int64_t i) { return i / 128 <= kLast ? 1 : 0; });
-  scale_by(&buffers.d_final_state, DType::kFloat32, [](int64_t) { return 0; });
+  test::scale_by(&buffers.d_o, DType::kBFloat16,
+                 [](int64_t i) { return i / 128 <= kLast ? 1 : 0; });
+  test::scale_by(&buffers.d_final_state, DType::kFloat32, [](int64_t) { return 0; });
   run(inputs, &buffers);
   for (const io::Buffer* rows :
        {&buffers.dq, &buffers.dk, &buffers.dv, &buffers.dg, &buffers.dbeta})
