@@ -275,12 +275,15 @@ def table_gpu_segments():
             + source(report, peers))
 
 
-def launch_cell(times):
-    """us of the segments, of what the merge adds and the correction, and of all of it; of all alone where nothing is cut."""
+def launch_cell(times, segments):
+    """us of the segments, of what the merge adds and the correction, and of all of it; of all alone where nothing is cut.
+    Two segments need no merge."""
     if "to segment_scan" not in times:
         return f'{times["all"]:.1f}'
-    scan, merged, whole = (times[what] for what in ("to segment_scan", "to segment_merge", "all"))
-    return f"{scan:.1f} + {merged - scan:.1f} + {whole - merged:.1f} = {whole:.1f}"
+    scan, whole = times["to segment_scan"], times["all"]
+    merged = times["to segment_merge"] if segments > 2 else scan
+    merge = f" + {merged - scan:.1f}" if segments > 2 else ""
+    return f"{scan:.1f}{merge} + {whole - merged:.1f} = {whole:.1f}"
 
 
 def table_gpu_launches():
@@ -294,10 +297,28 @@ def table_gpu_launches():
         segments[int(T), int(H)] = row["segments"]
     kinds = list(next(iter(found.values())))
     rows = [[f"{T:,}, {H}", f'{segments[T, H] or "none"}', *(cell for kind in kinds for cell in
-                                                           (f'{of[kind]["off"]:.1f}', launch_cell(of[kind])))]
+                                                           (f'{of[kind]["off"]:.1f}', launch_cell(of[kind], segments[T, H])))]
             for (T, H), of in found.items()]
     head = ["tokens, heads", "segments", *sum(([f"{kind}: off", "segments + merge + correction"] for kind in kinds), [])]
     return f"{gpu_head(report)}{markdown(head, rows)}{source(report)}"
+
+
+def table_gpu_lengths():
+    """Forward and backward of packed calls, by where their lengths are."""
+    report, found, segments = load("gpu_lengths"), {}, {}
+    for row in report["cases"]:
+        found.setdefault(row["case"], {})[row["what"]] = row["median_s"]
+        segments[row["case"], row["what"]] = row["segments"]
+
+    def cells(case, prefix):
+        host, device, uncut = (found[case][prefix + where] for where in ("on the host", "on the device", "on the device, not cut"))
+        cut = segments[case, prefix + "on the host"] or "none"
+        return [f"{microseconds(host)} ({cut})", microseconds(device), microseconds(uncut), f"{device / host:.2f}"]
+
+    rows = [[f"`{case}`", *cells(case, ""), *cells(case, "backward, ")] for case in found]
+    header = ["case", *(cell for what in ("forward", "backward")
+                        for cell in (f"{what}, lengths on the host (segments)", "on the GPU", "not cut", "GPU / host"))]
+    return gpu_head(report) + markdown(header, rows) + source(report)
 
 
 def cudnn_means(report):

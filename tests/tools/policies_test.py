@@ -99,6 +99,8 @@ class Launches(unittest.TestCase):
         us = {"off": 48, "to segment_scan": 22, "to segment_merge": 30, "all": 42}
         rows = [dict(case=f"--tokens 1024 --heads 4 --regime {kind}", what=what, median_s=us[what] * 1e-6, segments=4)
                 for kind in ("strong", "trained") for what in us]
+        rows += [dict(case=f"--tokens 2048 --heads 24 --regime {kind}", what=what, median_s=us[what] * 1e-6, segments=2)
+                 for kind in ("strong", "trained") for what in us]
         rows += [dict(case=f"--tokens 2048 --heads 16 --regime {kind}", what=what, median_s=us[what] * 1e-6, segments=0)
                  for kind in ("strong", "trained") for what in ("off", "all")]
         (self.results / "gpu_launches.json").write_text(json.dumps(dict(
@@ -107,6 +109,8 @@ class Launches(unittest.TestCase):
         text = tables.table_gpu_launches()
         cells = "48.0 | 22.0 + 8.0 + 12.0 = 42.0"
         self.assertIn(f"| 1,024, 4 | 4 | {cells} | {cells} |", text)
+        unmerged = "48.0 | 22.0 + 20.0 = 42.0"  # two segments need no merge
+        self.assertIn(f"| 2,048, 24 | 2 | {unmerged} | {unmerged} |", text)
         self.assertIn("| 2,048, 16 | none | 48.0 | 42.0 | 48.0 | 42.0 |", text)
 
 
