@@ -35,9 +35,14 @@ kda_plan_options options_of(const Tensor& q, int64_t keep) {
   kda_plan_options options = options_for(q);
   if (keep < KDA_KEEP_CHUNKS || keep > INT32_MAX)
     refuse("keep must be -1, 0 or tokens, got ", keep);
-  if (keep > 0 && q.is_cuda()) refuse("keep must be 0 or -1 on a GPU, got ", keep);
   options.keep = static_cast<int32_t>(keep);
   return options;
+}
+
+/// Asked when the tensors are known to be on one device: a q that is on another one is what is
+/// wrong then, and not `keep`.
+void expect_keep_on(const Tensor& q, int64_t keep) {
+  if (keep > 0 && q.is_cuda()) refuse("keep must be 0 or -1 on a GPU, got ", keep);
 }
 
 /// Room for what a plan keeps, from sizes alone, since a compiled graph knows no lengths: as
@@ -97,6 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_kept(Tensor q, Tensor k, Tensor v, Te
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   set_initial_state(&p, q, initial_state, has_state, state_v_first);
   kda_plan_options plan_options = options_of(q, keep);
+  expect_keep_on(q, keep);
   apply_options(options, &p, &plan_options);
   const Tensor o = new_output(&p, q, v);
   const Tensor final_state = new_final_state(&p, q, state_v_first, output_final_state);
@@ -169,6 +175,7 @@ struct Differentiated {
     set_head_map(&problem, head_map);
     lengths = set_lengths(&problem, q, cu_seqlens, cu_seqlens_cpu);
     set_initial_state(&problem, q, initial_state, has_state, modes.state_v_first);
+    expect_keep_on(q, options.keep);
     const kda_problem& p = problem;
     const int64_t B = p.batch, T = p.num_tokens, H = p.num_heads, HV = p.num_value_heads;
     const int64_t K = p.key_dim, V = p.value_dim, N = p.num_sequences;
