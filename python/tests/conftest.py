@@ -22,8 +22,33 @@ def pytest_addoption(parser):
                      help="where test_sweep.py has its tensors (or KDA_TEST_DEVICE)")
     parser.addoption("--sweep-json", default=os.environ.get("KDA_SWEEP_JSON"), metavar="FILE",
                      help="where test_sweep.py writes a summary (or KDA_SWEEP_JSON)")
+    parser.addoption("--gpu-only", action="store_true", help="leave out tests that run nothing on a CUDA device")
     parser.addoption("--nan-json", metavar="FILE", help="where a run of nan_memory.py on a GPU writes what it showed")
     parser.addoption("--binaries", metavar="FOLDER", help="the build of the package, with its kernel_hashes.json")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "needs_cuda: skipped where there is no CUDA device")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("needs_cuda") and "cuda" not in DEVICES:
+        pytest.skip("needs a CUDA device")
+
+
+def is_on_a_gpu(item):
+    """Whether a test runs something on a CUDA device in this process."""
+    if item.path.stem == "test_sweep":
+        return item.config.getoption("--device") == "cuda"
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return item.get_closest_marker("needs_cuda") is not None or any(type(x) is str and x == "cuda" for x in parameters)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--gpu-only"):
+        left_out = [item for item in items if not is_on_a_gpu(item)]
+        items[:] = [item for item in items if is_on_a_gpu(item)]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(params=DEVICES)

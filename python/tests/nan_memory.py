@@ -54,7 +54,9 @@ def write_evidence(path, binaries, stats, arguments):
     import torch
     sys.path.append(str(SOURCE.parent.parent.parent / "bench" / "report"))
     import evidence
-    given = [argument for argument in arguments if not argument.startswith(("--nan-json", "--binaries"))]
+    report_only = ("--nan-json", "--binaries")  # with their values, which follow or stand behind a "="
+    given = [argument for before, argument in zip(["", *arguments], arguments)
+             if not argument.startswith(report_only) and before not in report_only]
     command = " ".join(["python3 python/tests/nan_memory.py python3 -m pytest", *given])
     report = evidence.header(binaries, "gpu_nan_memory", command, list(evidence.FAMILIES))
     counts = {outcome: len(stats.get(outcome, ())) for outcome in ("passed", "failed", "error", "skipped")}

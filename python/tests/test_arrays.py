@@ -641,7 +641,7 @@ def test_no_memory_for_gradients(monkeypatch):
     assert np.isnan(dv).all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("source", ["cupy", "jax"])
 def test_arrays_on_a_gpu(source):
     """Inputs of CuPy or JAX; outputs and workspace of CuPy, on a stream of its own."""

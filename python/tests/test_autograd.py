@@ -669,7 +669,7 @@ def test_no_backward_here():
     assert ops.has_backward(*(leaves[name] for name in ROWS))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("gates, sizes, flags", [
     ("log", {}, {}), ("softplus", {}, {}), ("bounded", {}, {}), ("log", dict(K=100, V=60), {}),
     ("softplus", dict(B=1, T=4500, H=1, HV=2), dict(disable_recompute=True)),
@@ -683,7 +683,7 @@ def test_a_gpu_has_the_gradients_of_the_cpu(gates, sizes, flags):
         assert distance(found.cpu(), expected[name]) < 2e-5, name
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("gates", ["log", "softplus", "bounded"])
 def test_a_gpu_has_the_gradients_of_the_cpu_in_bf16(gates):
     """On the tensor cores (docs/design/backward.md): products of bf16 operands, results in bf16."""
@@ -701,6 +701,7 @@ def is_hopper():
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
+@pytest.mark.needs_cuda
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
 @pytest.mark.parametrize("gates", ["log", "softplus", "bounded"])
 @pytest.mark.parametrize("sizes, cu_seqlens", [  # chains enough
@@ -726,6 +727,7 @@ def test_a_hopper_keeps_states_and_errors(gates, sizes, cu_seqlens):
         assert distance(found.cpu().double(), expected[name].double()) < most, name
 
 
+@pytest.mark.needs_cuda
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
 @pytest.mark.parametrize("gates", ["log", "bounded"])
 @pytest.mark.parametrize("lengths", [[9000, 0, 300], [3200, 3000, 3100]])  # cut into segments, and whole
@@ -739,6 +741,7 @@ def test_lengths_on_a_hopper_alone_have_the_bits_of_host_lengths(gates, lengths)
     assert all(torch.equal(on_gpu[name], on_host[name]) for name in leaves)
 
 
+@pytest.mark.needs_cuda
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
 def test_what_a_gpu_does_not_keep():
     rows = {name: t.detach().cuda() for name, t in problem(T=70).items()}  # K = 24 or so, in fp32
@@ -757,7 +760,7 @@ def test_what_a_gpu_does_not_keep():
     assert all(x.numel() == 0 for x in saved if x.dtype is torch.uint8)  # chains for a tenth of the card
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.needs_cuda
 def test_training_on_a_gpu_compiles():
     leaves = {name: t.detach().cuda().requires_grad_() for name, t in problem().items()}
     expected = gradients(chunk_kda, leaves, **FLAGS)

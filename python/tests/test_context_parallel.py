@@ -92,6 +92,7 @@ def test_errors_are_those_of_one_process(launched, ranks):
     expect_errors(launched[ranks].folder, FLOOR, FLOOR_OF_A_LOG)
 
 
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_errors_on_gpus(tmp_path, ranks):
     if torch.cuda.device_count() < ranks:

@@ -99,7 +99,7 @@ def test_training_calls():
         assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="libkda cuts no batch on a CPU")
+@pytest.mark.needs_cuda
 def test_a_batch_in_training_equals_its_rows_packed():
     """Few heads and many tokens, which a plan would cut if it knew their lengths."""
     shape = dict(dtype=torch.bfloat16, device="cuda")

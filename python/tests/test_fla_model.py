@@ -18,7 +18,6 @@ models = pytest.importorskip("fla.models", reason="flash-linear-attention has th
 import libkda.fla  # noqa: E402
 
 NUMPY = tuple(int(x) for x in numpy.__version__.split(".")[:2])
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="FLA's kernels, compiled, need a GPU")
 
 NEW_TOKENS = 64
 
@@ -67,7 +66,7 @@ def test_model_on_the_cpu(settings):
 
 
 # Up to 64 tokens FLA's layer takes fused_recurrent_kda, then chunk_kda.
-@needs_cuda
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("length, settings, ties", [(20, {}, 0), (200, {}, 0), (200, dict(num_v_heads=8), 2),
                                                     (200, dict(safe_gate=True, lower_bound=-5.0), 2)], ids=str)
 def test_model_generates_the_same_tokens(length, settings, ties):
@@ -90,7 +89,7 @@ def test_model_generates_the_same_tokens(length, settings, ties):
     assert not (differ & ~tie).any() and differ.sum() <= ties
 
 
-@needs_cuda
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("dtype, length", [(torch.float32, 200), (torch.bfloat16, 200), (torch.bfloat16, 1)])
 def test_layer(dtype, length):
     from fla.layers import KimiDeltaAttention
@@ -121,7 +120,7 @@ def of_every_layer(name):
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-@needs_cuda
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("settings", [{}, dict(num_v_heads=4), dict(safe_gate=True, lower_bound=-5.0)], ids=str)
 def test_a_training_step(settings, untuned):
     """In bf16, where each of the two is some 1e-2 off a step in fp32, whose gradients judge both. That one is libkda's:

@@ -2,6 +2,7 @@
 """That nan_memory.py finds what it is for: rows that a kernel leaves unwritten."""
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -63,10 +64,10 @@ def test_a_result_names_every_family(a_card, tmp_path, monkeypatch):
     build, says = a_card
     monkeypatch.setattr(nan_memory, "tensors_on_a_gpu", lambda: 7)
     nan_memory.write_evidence(tmp_path / "result.json", build, {"passed": [1, 2]},
-                              ["python/tests", "--nan-json=result.json", "--binaries=build"])
+                              ["python/tests", "--nan-json=result.json", "--binaries", "build", "--gpu-only"])
     found = json.loads((tmp_path / "result.json").read_text())
     assert says.items() <= found.items() and (found["passed"], found["tensors_filled"]) == (2, 7)
-    assert found["command"] == "python3 python/tests/nan_memory.py python3 -m pytest python/tests"
+    assert found["command"] == "python3 python/tests/nan_memory.py python3 -m pytest python/tests --gpu-only"
     hashes = json.loads((build / "kernel_hashes.json").read_text())["families"]
     assert found["families"] == {name: of["sm_90"] for name, of in hashes.items()}
 
@@ -77,3 +78,15 @@ def test_in_a_process_of_its_own():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     done = subprocess.run([*command, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_gpu_only_leaves_out_the_cpu():
+    folder = pathlib.Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "--gpu-only"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    files = [folder / f"test_{name}.py" for name in ("rows_behind", "repeated_key", "errors")]
+    done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True)
+    names = [line.split("::")[1].split("[") for line in done.stdout.splitlines() if "::" in line]
+    assert {"test_outputs_and_gradients", "test_drift"} <= {name for name, *_ in names}, done.stdout + done.stderr
+    assert names.count(["test_drift", "cuda]"]) == 1 and not any("cpu]" in rest for _, *rest in names)
+    assert "test_errors.py" not in done.stdout

@@ -340,10 +340,7 @@ def test_operators_check_integers():
         ops.forward(*(t[:1] for t in rows), None, None, None, cu, cu, *TAIL, False, True)
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@needs_cuda
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("T, shape", [(1, {}), (200, {}), (200, dict(HV=32, K=128, V=128))])
 def test_cuda_graph_with_new_data(T, shape):
     x, _, state = make(T=T, device="cuda", dtype=torch.bfloat16, **shape)
@@ -361,7 +358,7 @@ def test_cuda_graph_with_new_data(T, shape):
     assert torch.equal(o, expected[0]) and torch.equal(final, expected[1])
 
 
-@needs_cuda
+@pytest.mark.needs_cuda
 def test_a_graph_of_drafts_and_checkpoints_with_new_data():
     """Trees, slots, offsets and rows of padding are read when the graph runs."""
     N, S, on = 3, 4, dict(device="cuda")
@@ -399,7 +396,7 @@ def test_a_graph_of_drafts_and_checkpoints_with_new_data():
     assert all(torch.equal(a, b) for a, b in zip(found, (o, p, *eager)))
 
 
-@needs_cuda
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("where", ["device", "both", "host"])
 def test_a_call_never_waits_for_the_device(where):
     x, _, state = make(1, 200, device="cuda", N=2)
@@ -414,7 +411,7 @@ def test_a_call_never_waits_for_the_device(where):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@needs_cuda
+@pytest.mark.needs_cuda
 def test_runs_on_the_current_stream():
     x, _, state = make(T=500, device="cuda")
     expected = chunk_kda(**x, initial_state=state, **FLAGS)[0]

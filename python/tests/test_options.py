@@ -318,7 +318,7 @@ def test_beside_several_processes():
 
 # ---- a GPU -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.needs_cuda
 def test_options_of_a_gpu():
     normal = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
     x = {name: normal(1, 20000, 2, 128) for name in "qkvg"}

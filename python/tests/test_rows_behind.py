@@ -10,7 +10,6 @@ from libkda.compat import flash_kda
 
 CU = [0, 40, 40, 100]
 T = 128
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def lengths(device, cu=CU, dtype=torch.int64):
@@ -46,7 +45,7 @@ CASES = {
 }
 
 
-@on_gpu
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients(case):
     function, sizes, flags = CASES[case]
@@ -66,7 +65,7 @@ def test_outputs_and_gradients(case):
     assert state.grad.isfinite().all()
 
 
-@on_gpu
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("out", [False, True])
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
@@ -114,7 +113,7 @@ def test_without_gradients(dtype, out, integers):
                                                             **given(rows_of_conv)))
 
 
-@on_gpu
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("channels_first", [False, True])
 def test_gradients_of_the_convolution(channels_first):
     x = torch.randn(1, T, 24, device="cuda")
@@ -133,7 +132,7 @@ def test_gradients_of_the_convolution(channels_first):
     assert all(t.grad.isfinite().all() for t in (x, weight, bias))
 
 
-@on_gpu
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("kind", ["chunk_kda", "prefill", "decode", "backward"])
 def test_graphs(kind):
     """One graph, replayed over other lengths."""
