@@ -24,6 +24,31 @@ double gate(const Problem& p, const Tensors& t, double raw, int64_t head, int64_
   return raw;
 }
 
+// A channel of a step. __restrict, for these are more pairs of arrays than a compiler compares
+// before it makes vectors of a loop.
+
+/// S' = Diag(exp g) S;  prediction = S'^T k
+void decay_row(std::size_t V, double decay, double k, double* __restrict S,
+               double* __restrict S_magnitude, double* __restrict prediction) {
+  for (std::size_t c = 0; c < V; ++c) {
+    S[c] *= decay;
+    S_magnitude[c] *= decay;
+    prediction[c] += S[c] * k;
+  }
+}
+/// S = S' + k v_new^T;  o = S^T q
+void update_row(std::size_t V, double k, double q, const double* __restrict v_new,
+                double* __restrict S, double* __restrict S_magnitude, double* __restrict o,
+                double* __restrict o_magnitude) {
+  const double abs_k = std::fabs(k), abs_q = std::fabs(q);
+  for (std::size_t c = 0; c < V; ++c) {
+    S[c] += k * v_new[c];
+    S_magnitude[c] += abs_k * std::fabs(v_new[c]);
+    o[c] += S[c] * q;
+    o_magnitude[c] += S_magnitude[c] * abs_q;
+  }
+}
+
 }  // namespace
 
 void l2_normalize(std::vector<double>& x) {
@@ -148,33 +173,17 @@ HeadResult run_head(const Problem& p, const Tensors& t, Span span, int64_t value
       l2_normalize(k);
     }
 
-    // S' = Diag(exp g) S;  prediction = S'^T k
     Vector prediction(V, 0);
-    for (std::size_t d = 0; d < K; ++d) {
-      const double decay = std::exp(g[d]);
-      for (std::size_t c = 0; c < V; ++c) {
-        S[d * V + c] *= decay;
-        S_magnitude[d * V + c] *= decay;
-        prediction[c] += S[d * V + c] * k[d];
-      }
-    }
+    for (std::size_t d = 0; d < K; ++d)
+      decay_row(V, std::exp(g[d]), k[d], &S[d * V], &S_magnitude[d * V], prediction.data());
     // v_new = beta (v - prediction)
     Vector v_new(V);
     for (std::size_t c = 0; c < V; ++c) v_new[c] = beta * (v[c] - prediction[c]);
     result.v_new.insert(result.v_new.end(), v_new.begin(), v_new.end());
-    // S = S' + k v_new^T;  o = scale S^T q
     double* o = &result.o[i * V];
     double* o_magnitude = &result.o_magnitude[i * V];
-    for (std::size_t d = 0; d < K; ++d) {
-      const double abs_k = std::fabs(k[d]);
-      const double abs_q = std::fabs(q[d]);
-      for (std::size_t c = 0; c < V; ++c) {
-        S[d * V + c] += k[d] * v_new[c];
-        S_magnitude[d * V + c] += abs_k * std::fabs(v_new[c]);
-        o[c] += S[d * V + c] * q[d];
-        o_magnitude[c] += S_magnitude[d * V + c] * abs_q;
-      }
-    }
+    for (std::size_t d = 0; d < K; ++d)
+      update_row(V, k[d], q[d], v_new.data(), &S[d * V], &S_magnitude[d * V], o, o_magnitude);
     for (std::size_t c = 0; c < V; ++c) {
       o[c] *= scale;
       o_magnitude[c] *= std::fabs(scale);

@@ -7,7 +7,7 @@ namespace {
 
 using Args = HeadGates<DecodeArgs>;
 
-/// As of decode.cu; kernels for dense buffers are those of kK = 128 alone.
+/// Kernels for dense buffers are those of kK = 128 alone. The others serve decode.cu too.
 template <int kK>
 Status launch(const Args& args, const Launch& where) {
   if (!decode::has_vectors(args)) return decode::launch<kK, Access::kScalar, false>(args, where);

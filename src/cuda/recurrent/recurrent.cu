@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "cuda/recurrent/head_gates.hpp"
 #include "cuda/recurrent/recurrent.cuh"
 
 namespace kda::cuda {
@@ -18,6 +19,7 @@ Access access_of(const RecurrentArgs& a) {
   return kv ? Access::kVectorsKV : vk ? Access::kVectorsVK : Access::kScalar;
 }
 
+/// States without vectors take the kernels of head_gates.cu, which serve every layout.
 template <int kK, int kBV>
 Status launch(const RecurrentArgs& args, const Launch& where) {
   const auto run = [&](auto kernel) { return recurrent::launch<kBV>(kernel, args, where); };
@@ -28,7 +30,7 @@ Status launch(const RecurrentArgs& args, const Launch& where) {
       return run(recurrent_kernel<kK, kBV, Access::kVectorsVK, RecurrentArgs>);
     case Access::kScalar: break;
   }
-  return run(recurrent_kernel<kK, kBV, Access::kScalar, RecurrentArgs>);
+  return head_gates::launch_recurrent({args}, where);
 }
 
 }  // namespace

@@ -3,8 +3,13 @@
 #pragma once
 
 #include "emulator.hpp"
+#include "product.hpp"
 
 namespace kda::cuda::ptx {
+
+using emulator::add_product;
+using emulator::to_float;
+using emulator::to_floats;
 
 inline uint32_t shared_address(const void* pointer) { return emulator::shared_offset(pointer); }
 inline unsigned char* dynamic_shared() { return emulator::dynamic_shared(); }
@@ -105,38 +110,13 @@ inline uint32_t movmatrix_trans(uint32_t x) {
   return result;
 }
 
-template <class T>
-float to_float(uint16_t bits) {
-  T x;
-  std::memcpy(&x, &bits, 2);
-  return static_cast<float>(x);
-}
-
-/// d += a b, 16 rows, element by element in the order of k. d is spread over the lanes: of every
-/// 8 columns a lane has two neighbours of rows r and r + 8. All of it is registers, which have no
-/// alignment: checks in its inner loop would be most of what checks cost.
-template <int kK, int kColumns>
-__attribute__((no_sanitize("alignment"))) void add_product(const float (&a)[16][kK],
-                                                           const float (&b)[kK][kColumns],
-                                                           void* const* d) {
-  for (int row = 0; row < 16; ++row) {
-    float sum[kColumns];
-    float* lanes[4];
-    for (int i = 0; i < 4; ++i) lanes[i] = static_cast<float*>(d[row % 8 * 4 + i]) + row / 8 * 2;
-    for (int n = 0; n < kColumns; n += 2) std::memcpy(sum + n, lanes[n % 8 / 2] + n / 8 * 4, 8);
-    for (int k = 0; k < kK; ++k)
-      for (int n = 0; n < kColumns; ++n) sum[n] += a[row][k] * b[k][n];
-    for (int n = 0; n < kColumns; n += 2) std::memcpy(lanes[n % 8 / 2] + n / 8 * 4, sum + n, 8);
-  }
-}
-
 /// A lane's part of a, 16 x 16, whose registers have pairs of 16 bits.
 template <class T>
 void fill_a(float (&a)[16][16], const uint32_t* pairs, int lane) {
+  float x[8];
+  to_floats<T>(pairs, x), to_floats<T>(pairs + 2, x + 4);
   for (int i = 0; i < 4; ++i)
-    for (int half = 0; half < 2; ++half)
-      a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + half] =
-          to_float<T>(static_cast<uint16_t>(pairs[i] >> 16 * half));
+    std::memcpy(&a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8], x + 2 * i, 8);
 }
 
 struct MmaIn {
@@ -150,12 +130,11 @@ void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) 
   emulator::warp_collective("mma", &mine, d, [](void* const* in, void* const* out) {
     float a16[16][16], b16[16][8];
     for (int lane = 0; lane < 32; ++lane) {
-      const MmaIn& x = *static_cast<MmaIn*>(in[lane]);
-      fill_a<T>(a16, x.a, lane);
-      for (int i = 0; i < 2; ++i)
-        for (int half = 0; half < 2; ++half)
-          b16[lane % 4 * 2 + i * 8 + half][lane / 4] =
-              to_float<T>(static_cast<uint16_t>(x.b[i] >> 16 * half));
+      const MmaIn& mma = *static_cast<MmaIn*>(in[lane]);
+      fill_a<T>(a16, mma.a, lane);
+      float x[4];
+      to_floats<T>(mma.b, x);
+      for (int i = 0; i < 4; ++i) b16[lane % 4 * 2 + i / 2 * 8 + i % 2][lane / 4] = x[i];
     }
     add_product(a16, b16, out);
   });
@@ -179,14 +158,15 @@ inline uint32_t to_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
 
 template <class T>
 uint32_t pack(float low, float high) {
-  const T x[2] = {static_cast<T>(low), static_cast<T>(high)};
-  uint32_t pair;
-  std::memcpy(&pair, x, 4);
-  return pair;
+  const emulator::Words x = emulator::round_to<T>(emulator::Floats{low, high});
+  return x[0] | x[1] << 16;
 }
 template <class T>
 float2 unpack(uint32_t pair) {
-  return {to_float<T>(static_cast<uint16_t>(pair)), to_float<T>(static_cast<uint16_t>(pair >> 16))};
+  const uint32_t from[2] = {pair};
+  float x[4];
+  to_floats<T>(from, x);
+  return {x[0], x[1]};
 }
 template <class T>
 uint32_t mul_x2(uint32_t x, uint32_t y) {

@@ -37,7 +37,7 @@ void load_piece(uint64_t address, float (&x)[8]) {
   uint16_t bits[8];
   std::memcpy(
       bits, emulator::shared_pointer(static_cast<uint32_t>(address ^ (address >> 7 & 7) << 4)), 16);
-  for (int i = 0; i < 8; ++i) x[i] = to_float<T>(bits[i]);
+  to_floats<T>(bits, x), to_floats<T>(bits + 4, x + 4);
 }
 /// b [16, kColumns], of which a tile has rows of columns: 128 bytes are 64 of k.
 template <class T, int kColumns>
