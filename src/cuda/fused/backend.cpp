@@ -9,6 +9,7 @@
 #include "cuda/common/common.hpp"
 #include "cuda/fused/backend.hpp"
 #include "cuda/fused/cost.hpp"
+#include "cuda/fused/device_cut.hpp"
 #include "cuda/fused/fused_prefill.hpp"
 #include "cuda/fused/kernels.hpp"
 #include "cuda/fused/launches.hpp"
@@ -258,6 +259,8 @@ std::string decline_device_cut(const Plan& plan) {
     return cat(p.num_value_heads, " value heads are more than all clusters take; not cut");
   if (p.num_tokens > kMostDeviceCutTokens)
     return cat(p.num_tokens, " tokens are more than a kernel counts; not cut");
+  if (p.num_sequences > sm90::kMostDeviceCutSequences)
+    return cat(p.num_sequences, " sequences are more than shared memory holds; not cut");
   if (!may_cut(model, p.num_tokens, p.num_sequences))
     return cat("auto: no table of ", p.num_tokens, " tokens gains by a cut");
   const std::size_t bytes = one_pass_bytes(p, model.most_behind).all();
@@ -314,7 +317,7 @@ void book_cut(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const int64_t N = plan.problem.num_sequences, most = plan.device_cut.most_behind;
   if (plan.device_cut.on) {
-    builder.book(block::kDeviceCut, static_cast<std::size_t>(device_cut_words(most, N)),
+    builder.book(block::kDeviceCut, static_cast<std::size_t>(device_cut_words(most)),
                  sizeof(int64_t));
     book_units(builder, N + most, most);
     return book_one_pass(builder, most, /*early_exit=*/true);

@@ -204,7 +204,6 @@ Status cut_on_device(const stage::Call& call, SequenceMaps* maps) {
   args.cut = cut_of(call);
   args.offsets_behind = offsets_behind_first(call);
   args.units = units_of(call);
-  args.exit_tokens = exit_tokens_of(call);
   if constexpr (sm90::kBuilt) return sm90::launch_device_cut(args, {call.stream, true});
   return not_built();
 }
