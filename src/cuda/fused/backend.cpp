@@ -17,6 +17,7 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/checkpoint_places.hpp"
 #include "cuda/launch/device.hpp"
+#include "cuda/launch/zero_rows.hpp"
 #include "cuda/rows.hpp"
 #include "cuda/segments/device_cut.hpp"
 #include "cuda/staged/backward/backend.hpp"
@@ -382,6 +383,11 @@ void plan_forward(plan::PlanBuilder& builder) {
                                     : plan.segments.size());
 }
 
+/// The kernel that makes the maps zeroes rows of no sequence.
+const registry::DeviceChecks kChecks = {.call = if_built<check_device>(),
+                                        .pointer = if_built<check_pointer>(),
+                                        .zero_rows = if_built<zero_rows_without_slot>()};
+
 }  // namespace
 
 const registry::ForwardRow kForward = {
@@ -394,7 +400,7 @@ const registry::ForwardRow kForward = {
              .defer = defer,
              .min_compute_capability = 90,
              .max_compute_capability = 90,
-             .device_checks = &kDeviceChecks,
+             .device_checks = &kChecks,
              .decline_keep = decline_keep,
              .defer_keep = defer_keep},
     .forward = if_built<forward>(),

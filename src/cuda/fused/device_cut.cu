@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block cuts a table of lengths:
+// The first block cuts a table of lengths, others write zeros in rows of no sequence:
 //   map         clamped offsets and chunks of sequences (launch/sequence_map.hpp), and their sums
 //   search      eight threads a number of segments, one of them a candidate; they agree on the
 //               best; then every warp walks over the numbers, as best_partition() does
@@ -308,13 +308,15 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Shared shared;
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
-  Cutter(a, shared).run();
+  Cutter cutter(a, shared);
+  if (blockIdx.x > 0) return cutter.offsets.zero_rest();
+  cutter.run();
 }
 
 }  // namespace
 
 Status launch_device_cut(const DeviceCutArgs& args, const Launch& launch) {
-  return launch_kernel("device_cut", device_cut_kernel, 1, kThreads,
+  return launch_kernel("device_cut", device_cut_kernel, 1 + args.map.rest_blocks, kThreads,
                        static_cast<int>((args.map.num_sequences + 1) * kDeviceCutEntryBytes),
                        launch, args);
 }

@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint64_t sums[kWarps];
   const int t = static_cast<int>(threadIdx.x);
   const GivenOffsets offsets{a};
+  if (blockIdx.x > 0) return offsets.zero_rest();
   bool mended = false;
   uint64_t all = 0;  // chunks
 #pragma unroll 1
@@ -68,7 +69,8 @@ Status launch_upload(int64_t* target, const WordPieces& words, const Launch& lau
 }
 
 Status launch_sequence_map(const SequenceMapArgs& args, const Launch& launch) {
-  return launch_kernel("sequence_map", sequence_map_kernel, 1, kThreads, 0, launch, args);
+  return launch_kernel("sequence_map", sequence_map_kernel, 1 + args.rest_blocks, kThreads, 0,
+                       launch, args);
 }
 
 }  // namespace kda::cuda

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/launch/sequence_map.hpp"
+#include "cuda/launch/zero_rows.cuh"
 
 namespace kda::cuda {
 
@@ -58,6 +59,23 @@ struct GivenOffsets {
   /// By one thread.
   __device__ void flag(bool good) const {
     if (a.flags) *a.flags = good ? 0 : kBadSequences;
+  }
+
+  /// SequenceMapArgs::rest, by all threads of the blocks behind the first one.
+  __device__ void zero_rest() const {
+    __shared__ unsigned long long end;  // of the last sequence
+    if (threadIdx.x == 0) end = 0;
+    __syncthreads();
+    int64_t largest = 0;
+#pragma unroll 1
+    for (int64_t i = threadIdx.x; i <= a.num_sequences; i += blockDim.x)
+      largest = max(largest, clamped(load(i)));
+    atomicMax(&end, static_cast<unsigned long long>(largest));
+    __syncthreads();
+    const int64_t first = clamped(load(0)), last = static_cast<int64_t>(end);
+#pragma unroll 1
+    for (int64_t row = blockIdx.x - 1; row < first + a.num_tokens - last; row += gridDim.x - 1)
+      zero_row(a.rest, 0, row < first ? row : last + row - first);
   }
 };
 

@@ -402,6 +402,33 @@ TEST_P(DeviceCutResults, OneGraphServesManyTables) {
   EXPECT_GE(cut, 1);
 }
 
+/// The kernel that makes the maps zeroes them, with a cut or without one: nothing else is launched
+/// for it.
+TEST_P(DeviceCutResults, RowsOfNoSequenceAreZero) {
+  constexpr int64_t kTokens = 1100, kFirst = 5, kLast = 1031;
+  for (const SegmentPolicy policy : {SegmentPolicy::kAuto, SegmentPolicy::kOff}) {
+    const Inputs inputs = check::generate(options({kTokens}, 1));
+    test::RunOptions where = run();
+    where.from_bounds = true;
+    where.plan.context_parallel = policy;
+    test::OnDevice call(inputs, where);
+    ASSERT_EQ(call.plan.device_cut.on, policy == SegmentPolicy::kAuto);
+    const int64_t given[] = {kFirst, kLast};
+    ASSERT_EQ(cudaMemcpy(const_cast<void*>(call.memory->tensors().cu_seqlens), given, sizeof(given),
+                         cudaMemcpyHostToDevice),
+              cudaSuccess);
+    ASSERT_TRUE(call.run().ok());
+    call.read();
+    const auto* o = reinterpret_cast<const uint16_t*>(call.outputs.o.data());
+    for (int64_t i = 0; i < kTokens * GetParam().K; ++i) {
+      const int64_t token = i / GetParam().K;
+      if (token < kFirst || token >= kLast) ASSERT_EQ(o[i], 0) << token;
+    }
+    EXPECT_NE(o[kFirst * GetParam().K], 0);
+    EXPECT_NE(o[kLast * GetParam().K - 1], 0);
+  }
+}
+
 TEST_P(DeviceCutResults, TablesThatAreNotCutRunWhole) {
   expect_same_bits(check::generate(options({300, 0, 200, 64, 1, 350, 320, 300}, 3)), "whole",
                    false);
