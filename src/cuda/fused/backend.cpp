@@ -252,7 +252,9 @@ constexpr int64_t kMostDeviceCutTokens = int64_t{1} << 30;
 std::string decline_device_cut(const Plan& plan) {
   const Problem& p = plan.problem;
   if (plan.requested.context_parallel == SegmentPolicy::kOff) return "off: asked for";
-  if (p.batch_invariant) return "batch_invariant: not cut where only the device knows the lengths";
+  if (p.batch_invariant)  // each sequence as if it were alone: N times the segments of one
+    return "batch_invariant: whether a kernel has room for all cuts would depend on the batch; not "
+           "cut";
   if (std::string declined = decline_one_pass(p); !declined.empty())
     return cat("one pass declined: ", declined, "; not cut");
   const CutModel model = model_from_bounds(p, plan.device, check_tokens_of(p));
