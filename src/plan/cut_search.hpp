@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/host_device.hpp"
 
@@ -17,9 +18,16 @@ namespace kda::plan {
 
 // The planner counts in int64_t, the kernel in int, whose divisions take less code and time.
 
+/// a / b of counts, which are not negative: a division without signs is shorter.
+template <class A, class B>
+KDA_HOST_DEVICE constexpr auto quotient(A a, B b) {
+  using Both = decltype(a / b);
+  using Unsigned = std::make_unsigned_t<Both>;
+  return static_cast<Both>(static_cast<Unsigned>(a) / static_cast<Unsigned>(b));
+}
 template <class A, class B>
 KDA_HOST_DEVICE constexpr auto ceil_div(A a, B b) {
-  return (a + b - 1) / b;
+  return quotient(a + b - 1, b);
 }
 template <class A, class B>
 KDA_HOST_DEVICE constexpr auto larger(A a, B b) {
@@ -125,7 +133,8 @@ template <class Int>
 KDA_HOST_DEVICE Int chunks_before(Int s, Int count, Int chunks, Int first) {
   if (s == 0) return 0;
   if (s == count) return chunks;
-  return first == 0 ? chunks * s / count : first + (chunks - first) * (s - 1) / (count - 1);
+  const Int set = first == 0 ? 0 : 1;  // segments whose length is given
+  return first + quotient((chunks - first) * (s - set), count - set);
 }
 
 }  // namespace kda::plan

@@ -373,7 +373,10 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
     plan->implementation = chosen->name;
     plan::PlanBuilder builder(*chosen, gradients, plan);
     chosen->plan(builder);
-    if (!plan->lengths_known && !plan->device_cut.on) builder.reason("nothing is cut");
+    if (!plan->lengths_known && !plan->device_cut.on)
+      builder.reason(gradients == nullptr && plan::asks_for_segments(plan->requested)
+                         ? "segments that are asked for need lengths on the host; nothing is cut"
+                         : "nothing is cut");
     if (gradients == nullptr) book_checkpoint_places(builder);
     KDA_RETURN_IF_ERROR(builder.status());
     KDA_RETURN_IF_ERROR(check_spans(*plan, gradients));

@@ -105,6 +105,16 @@ inline bool __any_sync(unsigned, int x) {
   });
   return result != 0;
 }
+inline unsigned __ballot_sync(unsigned, int x) {
+  unsigned result = 0;
+  emulator::warp_collective("ballot", &x, &result, [](void* const* all, void* const* out) {
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; ++lane)
+      bits |= (*static_cast<int*>(all[lane]) != 0 ? 1U : 0U) << lane;
+    for (int lane = 0; lane < 32; ++lane) *static_cast<unsigned*>(out[lane]) = bits;
+  });
+  return result;
+}
 inline bool __syncthreads_or(int x) { return emulator::block_or(x != 0); }
 inline void __syncwarp() {
   emulator::warp_collective("syncwarp", nullptr, nullptr, [](void* const*, void* const*) {});
@@ -131,6 +141,18 @@ template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
   return __shfl_sync(mask, value, (static_cast<int>(threadIdx.x) % 32) ^ lane_mask);
 }
+
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int delta) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  return __shfl_sync(mask, value, lane < delta ? lane : lane - delta);
+}
+inline int __reduce_max_sync(unsigned mask, int x) {
+  for (int step = 16; step > 0; step /= 2) x = std::max(x, __shfl_xor_sync(mask, x, step));
+  return x;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 
 inline float __uint_as_float(uint32_t x) {
   float y;

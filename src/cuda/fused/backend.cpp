@@ -9,6 +9,7 @@
 #include "cuda/common/common.hpp"
 #include "cuda/fused/backend.hpp"
 #include "cuda/fused/cost.hpp"
+#include "cuda/fused/device_cut.hpp"
 #include "cuda/fused/fused_prefill.hpp"
 #include "cuda/fused/kernels.hpp"
 #include "cuda/fused/launches.hpp"
@@ -16,6 +17,7 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/checkpoint_places.hpp"
 #include "cuda/launch/device.hpp"
+#include "cuda/launch/zero_rows.hpp"
 #include "cuda/rows.hpp"
 #include "cuda/segments/device_cut.hpp"
 #include "cuda/staged/backward/backend.hpp"
@@ -250,7 +252,9 @@ constexpr int64_t kMostDeviceCutTokens = int64_t{1} << 30;
 std::string decline_device_cut(const Plan& plan) {
   const Problem& p = plan.problem;
   if (plan.requested.context_parallel == SegmentPolicy::kOff) return "off: asked for";
-  if (p.batch_invariant) return "batch_invariant: not cut where only the device knows the lengths";
+  if (p.batch_invariant)  // each sequence as if it were alone: N times the segments of one
+    return "batch_invariant: whether a kernel has room for all cuts would depend on the batch; not "
+           "cut";
   if (std::string declined = decline_one_pass(p); !declined.empty())
     return cat("one pass declined: ", declined, "; not cut");
   const CutModel model = model_from_bounds(p, plan.device, check_tokens_of(p));
@@ -258,6 +262,8 @@ std::string decline_device_cut(const Plan& plan) {
     return cat(p.num_value_heads, " value heads are more than all clusters take; not cut");
   if (p.num_tokens > kMostDeviceCutTokens)
     return cat(p.num_tokens, " tokens are more than a kernel counts; not cut");
+  if (p.num_sequences > sm90::kMostDeviceCutSequences)
+    return cat(p.num_sequences, " sequences are more than shared memory holds; not cut");
   if (!may_cut(model, p.num_tokens, p.num_sequences))
     return cat("auto: no table of ", p.num_tokens, " tokens gains by a cut");
   const std::size_t bytes = one_pass_bytes(p, model.most_behind).all();
@@ -314,7 +320,7 @@ void book_cut(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const int64_t N = plan.problem.num_sequences, most = plan.device_cut.most_behind;
   if (plan.device_cut.on) {
-    builder.book(block::kDeviceCut, static_cast<std::size_t>(device_cut_words(most, N)),
+    builder.book(block::kDeviceCut, static_cast<std::size_t>(device_cut_words(most)),
                  sizeof(int64_t));
     book_units(builder, N + most, most);
     return book_one_pass(builder, most, /*early_exit=*/true);
@@ -379,6 +385,11 @@ void plan_forward(plan::PlanBuilder& builder) {
                                     : plan.segments.size());
 }
 
+/// The kernel that makes the maps zeroes rows of no sequence.
+const registry::DeviceChecks kChecks = {.call = if_built<check_device>(),
+                                        .pointer = if_built<check_pointer>(),
+                                        .zero_rows = if_built<zero_rows_without_slot>()};
+
 }  // namespace
 
 const registry::ForwardRow kForward = {
@@ -391,7 +402,7 @@ const registry::ForwardRow kForward = {
              .defer = defer,
              .min_compute_capability = 90,
              .max_compute_capability = 90,
-             .device_checks = &kDeviceChecks,
+             .device_checks = &kChecks,
              .decline_keep = decline_keep,
              .defer_keep = defer_keep},
     .forward = if_built<forward>(),

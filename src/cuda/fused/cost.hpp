@@ -104,7 +104,9 @@ inline CutModel model_of(const CostSizes& in, const Costs& c, int64_t check_toke
           .most_behind = static_cast<int32_t>(kMostTransitions * static_cast<int64_t>(clusters) /
                                               in.num_value_heads),
           .memory_tokens = static_cast<int32_t>(one.memory_tokens),
-          .check_tokens = static_cast<int32_t>(check_tokens)};
+          .check_tokens = static_cast<int32_t>(check_tokens),
+          .first_segments = {first_segment(0), first_segment(1), first_segment(2), first_segment(3),
+                             first_segment(4), first_segment(5), 1, 1}};
 }
 
 /// Roofline, uncut in stages and in this kernel.
@@ -149,15 +151,13 @@ inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFa
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
   const CutModel m = model_of(in, costs_of(work.key_dim), check_tokens);
   *cost = predict(work, device);
-  double first_segments[kNumFirstSegments];
-  for (int i = 0; i < kNumFirstSegments; ++i) first_segments[i] = first_segment(i);
   plan::CutSearch search{.whole_us = cost->fused_us,
                          .least_us = least_us(m, in.sums),
                          .may_gain = may_cut(m, in.sums.tokens, in.sums.sequences),
                          .minimum_gain = kMinimumGain,
                          .minimum_step = m.minimum_step,
                          .patience = kCutPatience,
-                         .first_segments = first_segments,
+                         .first_segments = std::span(m.first_segments).first(kNumFirstSegments),
                          .time_us = [&](int64_t first_tokens, int64_t segment_tokens) {
                            const Cut cut = cut_of(in, first_tokens, segment_tokens);
                            return candidate_us(m, in.sums, cut, first_tokens);

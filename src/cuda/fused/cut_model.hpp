@@ -18,6 +18,9 @@ KDA_HOST_DEVICE inline double first_segment(int candidate) {
   constexpr double kFirstSegments[kNumFirstSegments] = {1, 1.15, 1.3, 1.5, 1.75, 2};
   return kFirstSegments[candidate];
 }
+/// Candidates of a number of segments: those, then even segments whose transitions exit early as a
+/// rule, and the same if none does.
+inline constexpr int kNumCandidates = kNumFirstSegments + 2;
 inline constexpr int kCutPatience = 8;  ///< of CutWalk
 
 /// All that times depend on but lengths: a problem and a card. Made on the host.
@@ -37,6 +40,7 @@ struct CutModel {
   int32_t most_behind;    ///< segments behind first ones that a cut may have
   int32_t memory_tokens;  ///< OnePassCosts
   int32_t check_tokens;   ///< between checks of a transition that may exit early; 0: none may
+  double first_segments[kNumCandidates];  ///< first_segment(), then 1, by candidate
 };
 
 KDA_HOST_DEVICE inline double most_of(double a, double b) { return a < b ? b : a; }
@@ -90,35 +94,69 @@ KDA_HOST_DEVICE double join_us(const CutModel& m, Int most, Int tokens) {
   return static_cast<double>(tokens) * m.correct_us + m.correct_fixed_us + merge;
 }
 
-/// In one pass: transitions are chains of their own.
+/// The chains of one pass, and what follows them.
+template <class Int>
+struct OnePass {
+  Int units, tokens, longest;  ///< of chains that clusters share
+  double transitions_us;       ///< of transitions behind them
+  Int most, corrected;         ///< segments of a sequence; tokens
+};
+template <class Int>
+KDA_HOST_DEVICE double one_pass_us(const CutModel& m, const plan::LengthSums<Int>& sums,
+                                   const OnePass<Int>& p) {
+  const double chains = chains_us(m, p.units, p.tokens, p.longest) + p.transitions_us;
+  return most_of(roofline_us(m, sums), chains + join_us(m, p.most, p.corrected));
+}
+
+/// Transitions are chains of their own.
+template <class Int>
+KDA_HOST_DEVICE OnePass<Int> in_line(const plan::LengthSums<Int>& sums, const plan::Cut<Int>& cut,
+                                     Int longest) {
+  return {cut.segments + cut.behind, sums.tokens + cut.tokens_behind, longest, 0, cut.most,
+          cut.tokens_behind};
+}
+/// Transitions run after all else, a cluster each, and exit after `memory_tokens`.
+template <class Int>
+KDA_HOST_DEVICE OnePass<Int> early_exit(const CutModel& m, const plan::LengthSums<Int>& sums,
+                                        const plan::Cut<Int>& cut, Int segment_tokens,
+                                        Int memory_tokens) {
+  const Int run = plan::smaller(segment_tokens, memory_tokens);
+  const auto checks = static_cast<double>(plan::ceil_div(run, static_cast<Int>(m.check_tokens)));
+  return {cut.segments,   sums.tokens,
+          segment_tokens, static_cast<double>(run) * m.full_us + checks * m.chain_us,
+          cut.most,       plan::smaller(cut.tokens_behind, cut.behind * run)};
+}
+/// Whether there is room for the transitions of a cut.
+template <class Int>
+KDA_HOST_DEVICE bool fits_in_line(const CutModel& m, const plan::Cut<Int>& cut) {
+  return cut.behind <= m.most_behind;
+}
+template <class Int>
+KDA_HOST_DEVICE bool fits_behind(const CutModel& m, const plan::Cut<Int>& cut) {
+  return static_cast<double>(cut.behind) * m.heads <= m.clusters;
+}
+
 template <class Int>
 KDA_HOST_DEVICE double one_pass_us(const CutModel& m, const plan::LengthSums<Int>& sums,
                                    const plan::Cut<Int>& cut, Int longest) {
-  const double chains =
-      chains_us(m, cut.segments + cut.behind, sums.tokens + cut.tokens_behind, longest);
-  return most_of(roofline_us(m, sums), chains + join_us(m, cut.most, cut.tokens_behind));
+  return one_pass_us(m, sums, in_line(sums, cut, longest));
 }
 
 /// A candidate of the search. Infinite where it has more transitions than a cut may have.
 template <class Int>
 KDA_HOST_DEVICE double candidate_us(const CutModel& m, const plan::LengthSums<Int>& sums,
                                     const plan::Cut<Int>& cut, Int first_tokens) {
-  return cut.behind > m.most_behind ? HUGE_VAL : one_pass_us(m, sums, cut, first_tokens);
+  return fits_in_line(m, cut) ? one_pass_us(m, sums, cut, first_tokens) : HUGE_VAL;
 }
 
-/// One pass with transitions after all else, a cluster each, that exit after `memory_tokens`.
-/// Infinite where there are more of them than clusters.
+/// The same with transitions that exit after `memory_tokens`. Infinite where there are more of them
+/// than clusters.
 template <class Int>
 KDA_HOST_DEVICE double early_exit_us(const CutModel& m, const plan::LengthSums<Int>& sums,
                                      const plan::Cut<Int>& cut, Int segment_tokens,
                                      Int memory_tokens) {
-  if (static_cast<double>(cut.behind) * m.heads > m.clusters) return HUGE_VAL;
-  const Int run = plan::smaller(segment_tokens, memory_tokens);
-  const double chains = chains_us(m, cut.segments, sums.tokens, segment_tokens);
-  const auto checks = static_cast<double>(plan::ceil_div(run, static_cast<Int>(m.check_tokens)));
-  const double transitions = static_cast<double>(run) * m.full_us + checks * m.chain_us;
-  const Int tokens = plan::smaller(cut.tokens_behind, cut.behind * run);
-  return most_of(roofline_us(m, sums), chains + transitions + join_us(m, cut.most, tokens));
+  if (!fits_behind(m, cut)) return HUGE_VAL;
+  return one_pass_us(m, sums, early_exit(m, sums, cut, segment_tokens, memory_tokens));
 }
 
 /// The walk over even cuts whose transitions exit early. They are predicted to gain where these

@@ -1,18 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block cuts a table of lengths:
+// The first block cuts a table of lengths, others write zeros in rows of no sequence:
 //   map         clamped offsets and chunks of sequences (launch/sequence_map.hpp), and their sums
-//   candidates  a thread a candidate: the time of a cut
-//   walk        one thread goes through the numbers of segments, as best_partition() does
+//   search      eight threads a number of segments, one of them a candidate; they agree on the
+//               best; then every warp walks over the numbers, as best_partition() does
 //   offsets     segments before each sequence
-//   units       a thread a work unit, with the end of its transition
+//   units       a thread a work unit
+// Where there is one sequence, it is guessed that it has all tokens: it is cut while its length is
+// on its way, and once more if that was wrong.
 //
 // Compiled without contraction of products and sums, as the planner is: times are compared, and the
-// cut has to be the planner's. Nothing hides the latency of one block: so it counts in 32 bits, and
-// loops stay loops, since less code was faster (docs/log/2026-11.md, "Lengths on the GPU").
+// cut has to be the planner's. Nothing hides the latency of one block: so it counts in 32 bits, has
+// its tables in shared memory, and divides seldom. In the layers of a model its code is cold: so
+// every piece of it is there once, and loops stay loops (docs/log/2026-11.md, "Lengths on the
+// GPU").
 #include "cuda/fused/device_cut.hpp"
 
 #include "cuda/launch/launch.cuh"
+#include "cuda/launch/sequence_map.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/ptx/ptx.cuh"
 #include "cuda/segments/block_scan.cuh"
 #include "cuda/tile/chunk.hpp"
 
@@ -23,311 +29,277 @@ using fused::CutModel;
 using Lengths = plan::CutLengths<int>;
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr unsigned kAll = 0xffffffff;                        // lanes of a warp
 constexpr int kTokens = static_cast<int>(plan::kAutoChunk);  // of a chunk
 constexpr int kMost = static_cast<int>(plan::kAutoMaxSegments);
-constexpr int kCounts = kMost - 1;  // 2 segments to kMost
-constexpr int kFirsts = fused::kNumFirstSegments;
-static_assert(kCounts * (kFirsts + 1) <= kThreads, "a thread a candidate");
+constexpr int kFirsts = fused::kNumFirstSegments, kKinds = fused::kNumCandidates;
+static_assert(kKinds * kMost == kThreads && 32 % kKinds == 0, "a thread a candidate");
+static_assert(kMost == 64, "two numbers of segments a lane");
 static_assert(kTokens == kChunk);
 
-struct Shared {
-  uint64_t sums[kWarps];
-  int first_token, last_token, longest;  // of all sequences
-  int num_lengths, lengths[kThreads];    // of a tile, those that some candidate cuts
-  int short_ones;                        // sequences with tokens that none cuts
-  double us[kCounts][kFirsts + 2];       // of early exit the last two
-  double best_us[kCounts];               // without early exit
-  Lengths best[kCounts];
-  int most_behind, longest_behind;  // segments, tokens
-  bool is_cut, early_exit;
-  Lengths chosen;
-  CutHeader cut;
+/// Times of candidates, by number of segments less two; infinite where there is none.
+struct Times {
+  double best_us[kMost];  // without early exit
+  double exit_us[kMost];  // with early exit, as a rule
+  double stay_us[kMost];  // the same if none exits
 };
 
-/// Called by all threads of the block.
+/// One of N + 1 entries in dynamic shared memory.
+struct alignas(16) Entry {
+  int token, chunk;  // before a sequence
+  int behind;        // segments behind first ones before it; until then, one of lengths to search
+  int after;         // chunks of these; until then, the length of the sequence before it
+};
+static_assert(sizeof(Entry) == kDeviceCutEntryBytes);
+
+struct Shared {
+  uint64_t sums[kWarps];  // of a scan
+  int longest[kWarps];    // sequence
+  int num_lengths;        // those that some candidate cuts
+  int most_behind;        // segments
+  Times us;
+  Lengths best[kMost];  // without early exit
+  int even[kMost];      // chunks of a segment, with early exit
+};
+
+/// Called by all threads of the block. A table goes through it in tiles of an entry a thread; entry
+/// i ends sequence i - 1.
 struct Cutter {
   const DeviceCutArgs& a;
   Shared& s;
-  const int t, N;
-  // Each thread owns a run of entries of cu_seqlens; entry i ends sequence i - 1.
-  int begin, end;
+  Entry* const table;
+  const GivenOffsets offsets;
+  const int t, lane, warp, N;
   plan::LengthSums<int> sums;
-  int num_chunks;  // of the longest sequence
+  bool is_cut = false, exits = false;
+  Lengths chosen;
+  int num_behind;
 
   __device__ Cutter(const DeviceCutArgs& args, Shared& shared)
       : a(args),
         s(shared),
+        table(reinterpret_cast<Entry*>(ptx::dynamic_shared())),
+        offsets{args.map},
         t(static_cast<int>(threadIdx.x)),
-        N(static_cast<int>(args.map.num_sequences)) {
-    const int run = (N + kThreads) / kThreads;
-    begin = plan::smaller(t * run, N + 1), end = plan::smaller(begin + run, N + 1);
-    if (t == 0) s.longest = s.short_ones = s.most_behind = s.longest_behind = 0;
+        lane(static_cast<int>(threadIdx.x % 32)),
+        warp(static_cast<int>(threadIdx.x / 32)),
+        N(static_cast<int>(args.map.num_sequences)) {}
+  __device__ void run() {
+    bool guess = N == 1;
+    if (guess && t < 2) ptx::prefetch_l2(offsets.place(t));
+#pragma unroll 1
+    for (;; guess = false) {
+      make_map(guess);
+      search();
+      make_offsets();
+      make_units();
+      if (!guess || offsets.has_all(1)) return;
+      __syncthreads();  // units were made
+    }
   }
 
   // ---- map
 
-  __device__ int64_t raw(int i) const {
-    return a.map.wide ? static_cast<const int64_t*>(a.map.raw)[i]
-                      : static_cast<int64_t>(static_cast<const int32_t*>(a.map.raw)[i]);
-  }
-  __device__ int64_t clamped(int i) const {
-    return plan::larger(int64_t{0}, plan::smaller(raw(i), a.map.num_tokens));
-  }
-  __device__ int offset(int n) const { return static_cast<int>(a.map.cu_seqlens[n]); }
-  __device__ int chunks(int n) const {
-    return static_cast<int>(a.map.chunk_offsets[n + 1] - a.map.chunk_offsets[n]);
-  }
-
-  /// Offsets never go back and stay within the tokens; where the caller's do not, that is flagged.
-  __device__ void make_map() {
-    bool bad = t == 0 && (raw(0) != 0 || raw(N) != a.map.num_tokens);
-    int64_t top = 0;
-#pragma unroll 1
-    for (int i = begin; i < end; ++i) {
-      bad |= raw(i) != clamped(i) || (i > 0 && raw(i) < raw(i - 1));
-      top = plan::larger(top, clamped(i));
-    }
-    const bool any_bad = __syncthreads_or(bad);
-    if (t == 0 && a.map.flags) *a.map.flags = any_bad ? kBadSequences : 0;
-    int64_t floor = begin > 0 && begin < end ? raw(begin - 1) : 0;
-    if (any_bad)
-      floor =
-          static_cast<int64_t>(block_scan<kWarps>(static_cast<uint64_t>(top), true, s.sums).before);
-    int64_t previous = floor;
-    int longest = 0;
-    uint64_t counts = 0;  // chunks, and in the upper half sequences with tokens
-#pragma unroll 1
-    for (int i = begin; i < end; ++i) {
-      const int64_t value = plan::larger(previous, clamped(i));
-      a.map.cu_seqlens[i] = value;
-      if (i == 0) s.first_token = static_cast<int>(value);
-      if (i == N) s.last_token = static_cast<int>(value);
-      const int length = i > 0 ? static_cast<int>(value - previous) : 0;
-      longest = plan::larger(longest, length);
-      counts += static_cast<uint64_t>(plan::ceil_div(length, kTokens));
-      if (length > 0) counts += uint64_t{1} << 32;
-      previous = value;
-    }
-    atomicMax(&s.longest, longest);
-    const Scan scanned = block_scan<kWarps>(counts, false, s.sums);
-    auto offset = static_cast<uint32_t>(scanned.before);
-    previous = floor;
-#pragma unroll 1
-    for (int i = begin; i < end; ++i) {
-      const int64_t value = a.map.cu_seqlens[i];
-      if (i > 0)
-        offset +=
-            static_cast<uint32_t>(plan::ceil_div(static_cast<int>(value - previous), kTokens));
-      a.map.chunk_offsets[i] = offset;
-      previous = value;
-    }
-    sums = {N, static_cast<int>(scanned.all >> 32), s.last_token - s.first_token, s.longest};
-    num_chunks = plan::ceil_div(sums.longest, kTokens);
+  /// The sum over threads before this one, and over all.
+  __device__ Scan scan(uint64_t value) const {
+    const uint64_t sum = scan_warp(value, s.sums);
     __syncthreads();
+    return scan_block<kWarps>(sum, s.sums);
   }
 
-  // ---- candidates
-
-  /// Gathers lengths tile by tile, those alone that some candidate cuts: a first segment is at
-  /// least as long as the others, and none is longer than twice another one.
-  __device__ plan::Cut<int> cut_of(const Lengths& lengths, bool exists) const {
-    plan::Cut<int> cut;
-    const int shortest = num_chunks / (kMost + 1) * kTokens;
+  __device__ void make_map(bool guess) {
+    bool mended = false;
+    int longest = 0;
+    uint64_t all = 0;  // chunks, and in the upper half sequences with tokens
+    if (t == 0) s.num_lengths = s.most_behind = 0;
 #pragma unroll 1
-    for (int first = 0; first < N; first += kThreads) {
-      if (t == 0) s.num_lengths = 0;
-      __syncthreads();
-      const int n = first + t, own = n < N ? offset(n + 1) - offset(n) : 0;
-      if (own > shortest)
-        s.lengths[atomicAdd(&s.num_lengths, 1)] = own;
-      else if (own > 0)
-        atomicAdd(&s.short_ones, 1);
-      __syncthreads();
-#pragma unroll 1
-      for (int i = 0; exists && i < s.num_lengths; ++i)
-        cut.add(s.lengths[i], lengths.first * kTokens, lengths.others * kTokens);
-      __syncthreads();
+    for (int i = t; i - t <= N; i += kThreads) {
+      const MapEntry given = guess ? MapEntry{0, t == 0 ? 0 : a.map.num_tokens} : offsets.given(i);
+      const MapEntry entry = offsets.entry(i, given, mended);
+      const auto length = static_cast<int>(entry.end - entry.begin);
+      longest = __reduce_max_sync(kAll, plan::larger(longest, length));
+      if (lane == 0) s.longest[warp] = longest;
+      const auto own = static_cast<uint32_t>(plan::ceil_div(length, kTokens));
+      const Scan scanned = scan(own | uint64_t{length > 0} << 32);
+      if (i <= N) {
+        const uint32_t chunk = static_cast<uint32_t>(all + scanned.before) + own;
+        table[i].token = static_cast<int>(entry.end), table[i].chunk = static_cast<int>(chunk);
+        table[i].after = length;  // not `behind`, which is another thread's below
+        a.map.cu_seqlens[i] = entry.end;
+        a.map.chunk_offsets[i] = chunk;
+      }
+      all += scanned.all;
     }
-    cut.segments += s.short_ones;
+    if (t == 0) offsets.flag(!mended && (guess || offsets.has_all(N)));
+    sums.sequences = N;
+    sums.with_tokens = static_cast<int>(all >> 32);
+    sums.longest = __reduce_max_sync(kAll, lane < kWarps ? s.longest[lane] : 0);
+    // A first segment is at least as long as the others, and none is longer than twice another one:
+    // no candidate cuts shorter sequences.
+    const int shortest = num_chunks() / (kMost + 1) * kTokens;
+#pragma unroll 1
+    for (int i = t; i <= N; i += kThreads)
+      if (table[i].after > shortest) table[atomicAdd(&s.num_lengths, 1)].behind = table[i].after;
+    __syncthreads();
+    sums.tokens = table[N].token - table[0].token;
+  }
+  __device__ int num_chunks() const { return plan::ceil_div(sums.longest, kTokens); }
+
+  // ---- search
+
+  __device__ plan::Cut<int> cut_of(const Lengths& lengths) const {
+    const int num_lengths = s.num_lengths;
+    plan::Cut<int> cut{.segments = sums.with_tokens - num_lengths};
+#pragma unroll 1
+    for (int i = 0; i < num_lengths; ++i)
+      cut.add(table[i].behind, lengths.first * kTokens, lengths.others * kTokens);
     return cut;
   }
-  /// Threads by number of segments, of each first those whose transitions are in the schedule, by
-  /// first segment, then one of early exit.
-  __device__ void time_candidates() {
-    const int index = t / (kFirsts + 1), kind = t % (kFirsts + 1), segments = index + 2;
-    const bool early = kind == kFirsts;
-    bool exists = segments <= plan::smaller(kMost, num_chunks);
-    Lengths lengths{1, 1};
-    if (exists)
-      lengths = plan::cut_lengths(num_chunks, segments, early ? 1 : fused::first_segment(kind));
+  /// Threads by number of segments, of each by candidate.
+  __device__ void time_candidates() const {
+    const int index = static_cast<int>(threadIdx.x / kKinds),
+              kind = static_cast<int>(threadIdx.x % kKinds), segments = index + 2;
+    const bool early = kind >= kFirsts;
+    Lengths lengths = plan::cut_lengths(num_chunks(), segments, a.model.first_segments[kind]);
+    if (early) lengths.first = lengths.others;
+    const plan::Cut<int> cut = cut_of(lengths);
+    const int first_tokens = lengths.first * kTokens, memory = a.model.memory_tokens;
+    bool exists = segments <= plan::smaller(kMost, num_chunks());
+    auto pass = fused::in_line(sums, cut, first_tokens);
     if (early) {
-      lengths.first = lengths.others;
-      exists =
-          exists && a.model.check_tokens > 0 && lengths.others * kTokens > a.model.memory_tokens;
+      exists = exists && a.model.check_tokens > 0 && first_tokens > memory &&
+               fused::fits_behind(a.model, cut);
+      if (exists)
+        pass = fused::early_exit(a.model, sums, cut, first_tokens,
+                                 kind == kFirsts ? memory : first_tokens);
+    } else {
+      exists = exists && fused::fits_in_line(a.model, cut);
     }
-    const plan::Cut<int> cut = cut_of(lengths, exists);
-    if (!exists) return;
-    double* us = s.us[index];
-    if (!early) {
-      us[kind] = fused::candidate_us(a.model, sums, cut, lengths.first * kTokens);
-      return;
-    }
-    const int tokens = lengths.others * kTokens;
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i)  // as they exit as a rule, and if none does
-      us[kFirsts + i] =
-          fused::early_exit_us(a.model, sums, cut, tokens, i == 0 ? a.model.memory_tokens : tokens);
+    const double us = exists ? fused::one_pass_us(a.model, sums, pass) : HUGE_VAL;
+    double least = early ? HUGE_VAL : us;
+#pragma unroll
+    for (int step = 1; step < kKinds; step *= 2)
+      least = fused::least_of(least, __shfl_xor_sync(kAll, least, step));
+    const unsigned best = __ballot_sync(kAll, !early && us == least);
+    const unsigned of_number = best >> (lane - kind) & ((1U << kKinds) - 1);
+    if (early)
+      (kind == kFirsts ? s.us.exit_us : s.us.stay_us)[index] = us, s.even[index] = lengths.others;
+    else if (kind == __ffs(static_cast<int>(of_number)) - 1)  // the first of equals
+      s.us.best_us[index] = us, s.best[index] = lengths;
   }
-  /// The best candidate of each number of segments.
-  __device__ void find_best() const {
-    if (t >= kCounts || t + 2 > plan::smaller(kMost, num_chunks)) return;
-    int best = 0;
-#pragma unroll 1
-    for (int first = 1; first < kFirsts; ++first)
-      if (s.us[t][first] < s.us[t][best]) best = first;
-    s.best_us[t] = s.us[t][best];
-    s.best[t] = plan::cut_lengths(num_chunks, t + 2, fused::first_segment(best));
+  /// The first index from `i` on of which `is_one` holds; -1: none.
+  template <class IsOne>
+  __device__ int next(int i, const IsOne& is_one) const {
+    const uint64_t low = __ballot_sync(kAll, is_one(lane)),
+                   high = __ballot_sync(kAll, is_one(lane + 32));
+    return __ffsll(static_cast<long long>((low | high << 32) & ~uint64_t{0} << i)) - 1;
   }
-
-  // ---- walk
-
-  __device__ void walk(double whole) const {
-    const int most = plan::smaller(kMost, num_chunks);
+  /// A step of a walk goes to the next number of segments that is taken.
+  __device__ void walk(double whole) {
     plan::CutWalk walk{whole, a.model.minimum_step, fused::kCutPatience};
+    const auto gains = [&](int i) { return s.us.best_us[i] < walk.below; };
 #pragma unroll 1
-    for (int segments = 2; segments <= most && !walk.is_over(segments); ++segments)
-      if (walk.take(segments, s.best_us[segments - 2])) s.chosen = s.best[segments - 2];
-    double best = walk.best;
-    if (walk.segments > 0 && a.model.check_tokens > 0) {
-      fused::EarlyExitWalk early(a.model, best);
-#pragma unroll 1
-      for (int segments = 2; segments <= kMost; ++segments) {
-        const int length = plan::ceil_div(num_chunks, segments);
-        if (length * kTokens <= a.model.memory_tokens) break;
-        const double* us = s.us[segments - 2] + kFirsts;
-        if (early.take(us[0], us[1])) s.chosen = {0, length};
-      }
-      best = early.best;
-      s.early_exit = early.took;
+    for (int i = 0; (i = next(i, gains)) >= 0 && !walk.is_over(i + 2); ++i) {
+      walk.take(i + 2, s.us.best_us[i]);
+      chosen = s.best[i];
     }
-    s.is_cut = walk.segments > 0 && !(whole < plan::kMinimumGain * best);
+    fused::EarlyExitWalk early(a.model, walk.best);
+    const auto exit_gains = [&](int i) {
+      return s.us.exit_us[i] < early.below && s.us.stay_us[i] <= early.most;
+    };
+#pragma unroll 1
+    for (int i = 0; walk.segments > 0 && (i = next(i, exit_gains)) >= 0; ++i) {
+      early.take(s.us.exit_us[i], s.us.stay_us[i]);
+      chosen = {0, s.even[i]};
+    }
+    exits = early.took;
+    is_cut = walk.segments > 0 && !(whole < plan::kMinimumGain * early.best);
   }
-  __device__ void choose() {
+  __device__ void search() {
     const double whole = fused::forward_us(a.model, sums);
-    const bool search =
-        sums.tokens > 0 && !(whole < plan::kMinimumGain * fused::least_us(a.model, sums));
-    if (t == 0) s.is_cut = s.early_exit = false;
-    if (!search) return __syncthreads();
+    is_cut = exits = false;
+    if (sums.tokens == 0 || whole < plan::kMinimumGain * fused::least_us(a.model, sums)) return;
     time_candidates();
     __syncthreads();
-    find_best();
-    __syncthreads();
-    if (t == 0) walk(whole);
-    __syncthreads();
+    walk(whole);
   }
 
   // ---- offsets
 
-  /// Segments of sequence n, and chunks before the second one.
-  struct Segments {
-    int count, first;
-  };
-  __device__ Segments segments_of(int n) const {
-    if (!s.is_cut) return {1, 0};
-    const int all = chunks(n), count = plan::num_segments_of(s.chosen, all);
-    return {count, count > 1 ? plan::chunks_before(1, count, all, s.chosen.first) : all};
-  }
-  /// [N + 1] chunks of segments behind first ones before a sequence.
-  __device__ int64_t* chunks_behind() const { return cut_sequences(a.cut) + a.model.most_behind; }
-
+  /// Segments before each sequence. The header of the cut.
   __device__ void make_offsets() {
-    uint64_t own = 0;  // chunks behind first segments; from bit 32 segments, from 48 sequences
+    uint64_t all = 0;  // chunks behind first segments; from bit 32 segments, from 48 sequences
 #pragma unroll 1
-    for (int i = plan::larger(begin, 1); s.is_cut && i < end; ++i) {
-      const Segments of = segments_of(i - 1);
-      if (of.count == 1) continue;
-      const int behind = of.count - 1, after = chunks(i - 1) - of.first;
-      own += uint64_t{1} << 48 | static_cast<uint64_t>(behind) << 32 | static_cast<uint32_t>(after);
-      atomicMax(&s.most_behind, behind);
-      atomicMax(&s.longest_behind, plan::ceil_div(after, behind) * kTokens);
-    }
-    const Scan scanned = block_scan<kWarps>(own, false, s.sums);
-    uint64_t before = scanned.before;
-#pragma unroll 1
-    for (int i = begin; i < end; ++i) {
-      const Segments of = i > 0 ? segments_of(i - 1) : Segments{1, 0};
-      if (of.count > 1) {
-        cut_sequences(a.cut)[before >> 48] = i - 1;
-        before += uint64_t{1} << 48 | static_cast<uint64_t>(of.count - 1) << 32 |
-                  static_cast<uint32_t>(chunks(i - 1) - of.first);
+    for (int i = t; i - t <= N; i += kThreads) {
+      int more = 0, rest = 0;  // segments and chunks behind the first one
+      if (is_cut && 0 < i && i <= N) {
+        const int chunks = table[i].chunk - table[i - 1].chunk;
+        more = plan::num_segments_of(chosen, chunks) - 1;
+        if (more > 0) rest = chunks - plan::chunks_before(1, more + 1, chunks, chosen.first);
       }
-      a.offsets_behind[i] = static_cast<int64_t>(before >> 32 & 0xffff);
-      chunks_behind()[i] = static_cast<uint32_t>(before);
+      const auto own = static_cast<uint64_t>(more) << 32 | static_cast<uint32_t>(rest);
+      const int most = __reduce_max_sync(kAll, more);
+      if (lane == 0 && most > 0) atomicMax(&s.most_behind, most);
+      const Scan scanned = scan(own | uint64_t{more > 0} << 48);
+      if (i <= N) {
+        const uint64_t before_it = all + scanned.before, upto = before_it + own;
+        if (more > 0) cut_sequences(a.cut)[before_it >> 48] = i - 1;
+        const auto behind = static_cast<int>(upto >> 32 & 0xffff);
+        a.offsets_behind[i] = table[i].behind = behind;
+        table[i].after = static_cast<int>(static_cast<uint32_t>(upto));
+      }
+      all += scanned.all;
+      __syncthreads();
     }
-    if (t == 0) {
-      const auto behind = static_cast<int64_t>(scanned.all >> 32 & 0xffff);
-      const bool early =
-          s.early_exit && fused::transitions_fit(behind * a.model.value_heads, a.model.num_sms);
-      *a.cut = s.cut = {N + behind,
-                        behind,
-                        s.most_behind,
-                        s.longest_behind,
-                        static_cast<int64_t>(scanned.all >> 48),
-                        early && s.is_cut ? 1 : 0};
-    }
-    __syncthreads();
+    num_behind = static_cast<int>(all >> 32 & 0xffff);
+    exits = is_cut && exits &&
+            fused::transitions_fit(num_behind * a.model.value_heads, a.model.num_sms);
+    if (t == 0)
+      *a.cut = {N + num_behind,
+                num_behind,
+                s.most_behind,
+                is_cut ? chosen.others * kTokens : 0,
+                static_cast<int64_t>(all >> 48),
+                exits ? 1 : 0};
   }
 
   // ---- units
 
-  /// Unit i: segments of all sequences, then transitions; behind them where the schedule ends.
-  __device__ WorkUnit unit(int i, int segments) const {
-    const bool transition = i >= segments;
-    const int place = transition ? i - segments : i;
+  /// Unit i: segments of all sequences, then transitions.
+  __device__ WorkUnit unit(int i) const {
+    const bool transition = i >= N + num_behind;
+    const int place = transition ? i - N - num_behind : i;
     int n = 0, high = N;  // the last sequence before which there are no more
 #pragma unroll 1
     while (high - n > 1) {
       const int middle = (n + high) / 2;
-      const int before = static_cast<int>(a.offsets_behind[middle]) + (transition ? 0 : middle);
-      (before <= place ? n : high) = middle;
+      (table[middle].behind + (transition ? 0 : middle) <= place ? n : high) = middle;
     }
-    const int before = static_cast<int>(a.offsets_behind[n]), all = chunks(n),
-              first = s.chosen.first;
-    const int count = static_cast<int>(a.offsets_behind[n + 1]) - before + 1;
-    const int number = transition ? place - before + 1 : place - n - before;
-    const auto chunks_to = [&](int of) { return plan::chunks_before(of, count, all, first); };
-    const int begins = chunks_to(number);
-    int64_t cost = a.map.chunk_offsets[transition ? N : n] + begins + i * kWorkUnitCost;
-    if (transition) cost += chunks_behind()[n] - chunks_to(1);
-    const int token = offset(n);
+    const Entry at = table[n], next = table[n + 1];
+    const int chunks = next.chunk - at.chunk, count = next.behind - at.behind + 1;
+    const int number = transition ? place - at.behind + 1 : place - n - at.behind;
+    const int begins = plan::chunks_before(number, count, chunks, chosen.first);
+    const int ends = plan::chunks_before(number + 1, count, chunks, chosen.first);
+    // Before a transition: all segments, and transitions of its sequence behind the first segment.
+    const int before_it = transition ? table[N].chunk + next.after - chunks : at.chunk;
     const FusedState state = transition    ? FusedState::kTransition
                              : count == 1  ? FusedState::kWhole
                              : number == 0 ? FusedState::kFirst
                                            : FusedState::kZero;
-    return {{n, token + begins * kTokens,
-             number + 1 == count ? offset(n + 1) : token + chunks_to(number + 1) * kTokens},
+    return {{n, at.token + begins * kTokens,
+             number + 1 == count ? next.token : at.token + ends * kTokens},
             transition ? place : place - n - 1,
             state,
-            cost};
+            before_it + begins + i * static_cast<int>(kWorkUnitCost)};
   }
+  /// And where the schedule ends.
   __device__ void make_units() const {
-    const int segments = static_cast<int>(s.cut.num_segments),
-              behind = static_cast<int>(s.cut.num_behind);
+    const int units = N + 2 * num_behind;
 #pragma unroll 1
-    for (int i = t; i < segments + behind; i += kThreads) {
-      const WorkUnit made = unit(i, segments);
-      a.units[i] = made;
-      if (i < segments || s.cut.early_exit) continue;
-#pragma unroll 1
-      for (int head = 0; head < a.model.value_heads; ++head)
-        a.exit_tokens[(i - segments) * a.model.value_heads + head] = made.tokens.end;
-    }
+    for (int i = t; i < units; i += kThreads) a.units[i] = unit(i);
     if (t == 0)
-      a.units[segments + behind] = {
-          {},
-          0,
-          FusedState::kGiven,
-          a.map.chunk_offsets[N] + chunks_behind()[N] + (segments + behind) * kWorkUnitCost};
+      a.units[units].before =
+          table[N].chunk + table[N].after + units * static_cast<int>(kWorkUnitCost);
   }
 };
 
@@ -337,17 +309,16 @@ __global__ void __launch_bounds__(kThreads)
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   Cutter cutter(a, shared);
-  __syncthreads();
-  cutter.make_map();
-  cutter.choose();
-  cutter.make_offsets();
-  cutter.make_units();
+  if (blockIdx.x > 0) return cutter.offsets.zero_rest();
+  cutter.run();
 }
 
 }  // namespace
 
 Status launch_device_cut(const DeviceCutArgs& args, const Launch& launch) {
-  return launch_kernel("device_cut", device_cut_kernel, 1, kThreads, 0, launch, args);
+  return launch_kernel("device_cut", device_cut_kernel, 1 + args.map.rest_blocks, kThreads,
+                       static_cast<int>((args.map.num_sequences + 1) * kDeviceCutEntryBytes),
+                       launch, args);
 }
 
 }  // namespace kda::cuda::sm90

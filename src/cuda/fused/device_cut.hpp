@@ -11,13 +11,16 @@
 
 namespace kda::cuda::sm90 {
 
+/// Bytes of shared memory that the kernel needs for a sequence, and for one more.
+inline constexpr int kDeviceCutEntryBytes = 16;
+inline constexpr int64_t kMostDeviceCutSequences = 12000;  ///< these fit
+
 struct DeviceCutArgs {
   SequenceMapArgs map;  ///< of less than 2^30 tokens
   fused::CutModel model;
   CutHeader* cut = nullptr;           ///< out
   int64_t* offsets_behind = nullptr;  ///< out [N + 1] segments behind first ones before a sequence
   WorkUnit* units = nullptr;  ///< out: segments, then transitions, then where the schedule ends
-  int64_t* exit_tokens = nullptr;  ///< out [num_behind, HV] ends of segments, without early exit
 };
 
 /// One block. It waits for the kernels before it itself (ptx/pdl.cuh).

@@ -192,6 +192,16 @@ Status launch_device_cut(const stage::Call& call, const SequenceMaps& maps,
   return launch(call, maps, {}, args);
 }
 
+/// Rows of no sequence get zeros from the kernel that makes the maps.
+WrittenTensor outputs_of(const stage::Call& call) {
+  const Problem& p = call.problem;
+  const auto& strides = p.o.strides;
+  return {call.tensors.o, 0,
+          strides[1],     strides[2],
+          strides[3],     p.num_value_heads,
+          p.value_dim,    static_cast<int32_t>(dtype_size(p.o.dtype))};
+}
+
 /// Makes the maps and the cut where only the device knows the lengths.
 Status cut_on_device(const stage::Call& call, SequenceMaps* maps) {
   const Plan& plan = *call.plan;
@@ -199,12 +209,11 @@ Status cut_on_device(const stage::Call& call, SequenceMaps* maps) {
   KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, /*prepared=*/true, maps));
   maps->launched = true;
   sm90::DeviceCutArgs args;
-  args.map = sequence_map_args(call, *maps);
+  args.map = sequence_map_args(call, *maps, outputs_of(call));
   args.model = model_from_bounds(p, plan.device, check_tokens_of(p));
   args.cut = cut_of(call);
   args.offsets_behind = offsets_behind_first(call);
   args.units = units_of(call);
-  args.exit_tokens = exit_tokens_of(call);
   if constexpr (sm90::kBuilt) return sm90::launch_device_cut(args, {call.stream, true});
   return not_built();
 }
@@ -222,7 +231,7 @@ Status make_scan_maps(const stage::SegmentScan& scan, SequenceMaps* maps) {
 /// A forward that keeps states before chunks and errors for its backward.
 Status keep(const stage::Call& call) {
   SequenceMaps maps;
-  KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &maps));
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &maps, outputs_of(call)));
   sm90::KeepArgs args;
   set_inputs(call, maps, &args);
   set_outputs(call, maps, &args);
@@ -240,7 +249,8 @@ Status keep(const stage::Call& call) {
 Status forward(const stage::Forward& f) {
   if (kernels_of(*f.call.plan).keeps) return keep(f.call);
   SequenceMaps maps;
-  KDA_RETURN_IF_ERROR(make_sequence_maps(f.call, f.segments, f.prepared, &maps));
+  KDA_RETURN_IF_ERROR(
+      make_sequence_maps(f.call, f.segments, f.prepared, &maps, outputs_of(f.call)));
   FusedPrefillArgs args;
   set_inputs(f.call, maps, &args);
   set_outputs(f.call, maps, &args);

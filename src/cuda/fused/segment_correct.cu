@@ -38,10 +38,12 @@ struct alignas(kK * 2) SharedState {
   uint32_t tops[kWarps];
 };
 
-/// The transitions whose segments are corrected, and how many of their tokens a block corrects.
+/// The transitions whose segments are corrected, how many of their tokens a block corrects, and
+/// whether some may have exited.
 struct CorrectWork {
   const WorkUnit* units;
   int64_t num_units, block_tokens;
+  bool exits;
 };
 /// Loading S_in costs a block as much as 85 tokens: a block has as many as leave one round of
 /// blocks. Returns that, in tokens.
@@ -290,7 +292,7 @@ struct Correct {
     int64_t first = tokens.begin + place / HV / work.num_units * work.block_tokens;
     const int64_t end = min(first + work.block_tokens, tokens.end);
     if (first >= end) return;
-    const int64_t exit = kEarlyExit ? a.exit_tokens[unit.segment * HV + head] : end;
+    const int64_t exit = kEarlyExit && work.exits ? a.exit_tokens[unit.segment * HV + head] : end;
     uint4 q[kGroups][2], o[kGroups][2], residual[kGroups]{};
     Rows rows(*this, unit, head, first);
     rows.load(a.Qt, q, !kEarlyExit || first < exit);
@@ -390,7 +392,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const Correct<kK, T, Operand, kEarlyExit> correct{
       a,
       *reinterpret_cast<SharedState<kK>*>(ptx::dynamic_shared()),
-      {a.units, a.num_units, a.block_tokens}};
+      {a.units, a.num_units, a.block_tokens, kEarlyExit}};
   const int64_t place = blockIdx.x, state_place = place - (gridDim.x - state_blocks<kK>(a));
   ptx::griddepcontrol_wait();
   if (state_place >= 0)
@@ -407,9 +409,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const CutHeader& cut = *a.cut;
   if (cut.num_behind == 0) return;
   const int64_t chains = cut.num_behind * a.shape.HV;
-  const CorrectWork work{
-      a.units + cut.num_segments, cut.num_behind,
-      tokens_of_block(cut.longest_behind, chains, gridDim.x, cut.early_exit != 0)};
+  const bool exits = cut.early_exit != 0;
+  const CorrectWork work{a.units + cut.num_segments, cut.num_behind,
+                         tokens_of_block(cut.longest_behind, chains, gridDim.x, exits), exits};
   const Correct<kK, T, Operand, /*kEarlyExit=*/true> correct{
       a, *reinterpret_cast<SharedState<kK>*>(ptx::dynamic_shared()), work};
   const int64_t outputs = chains * plan::ceil_div(cut.longest_behind, work.block_tokens),

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/launch/sequence_map.hpp"
+#include "cuda/launch/sequence_map.cuh"
 
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/segments/block_scan.cuh"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda {
 namespace {
 
 constexpr int kWordsALaunch = 500;  // kernel parameters end at 4 KB
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 struct UploadArgs {
   int64_t* target;
@@ -22,48 +23,29 @@ __global__ void upload_kernel(const __grid_constant__ UploadArgs a) {
   for (int64_t i = threadIdx.x; i < a.count; i += blockDim.x) a.target[i] = a.words[i];
 }
 
-__global__ void __launch_bounds__(kThreads) sequence_map_kernel(const SequenceMapArgs a) {
+__global__ void __launch_bounds__(kThreads)
+    sequence_map_kernel(const __grid_constant__ SequenceMapArgs a) {
   ptx::griddepcontrol_launch_dependents();
-  __shared__ int64_t largest[kThreads], chunks[kThreads];
-  const int t = threadIdx.x;
-  const int64_t N = a.num_sequences;
-  // Each thread owns a run of entries: running maximum first, so that clamping never overlaps.
-  const int64_t run = (N + 1 + kThreads - 1) / kThreads;
-  const int64_t begin = min(t * run, N + 1), end = min(begin + run, N + 1);
-  const auto raw = [&](int64_t i) {
-    return a.wide ? static_cast<const int64_t*>(a.raw)[i]
-                  : static_cast<int64_t>(static_cast<const int32_t*>(a.raw)[i]);
-  };
-  const auto clamped = [&](int64_t i) { return max(int64_t{0}, min(raw(i), a.num_tokens)); };
-  bool bad = t == 0 && (raw(0) != 0 || raw(N) != a.num_tokens);
-  int64_t top = 0;
-  for (int64_t i = begin; i < end; ++i) {
-    bad |= raw(i) != clamped(i) || (i > 0 && raw(i) < raw(i - 1));
-    top = max(top, clamped(i));
+  __shared__ uint64_t sums[kWarps];
+  const int t = static_cast<int>(threadIdx.x);
+  const GivenOffsets offsets{a};
+  if (blockIdx.x > 0) return offsets.zero_rest();
+  bool mended = false;
+  uint64_t all = 0;  // chunks
+#pragma unroll 1
+  for (int64_t i = t; i - t <= a.num_sequences; i += kThreads) {
+    const MapEntry entry = offsets.entry(i, offsets.given(i), mended);
+    const auto chunks = static_cast<uint64_t>((entry.end - entry.begin + kChunk - 1) / kChunk);
+    const uint64_t of_warp = scan_warp(chunks, sums);
+    __syncthreads();
+    const Scan scanned = scan_block<kWarps>(of_warp, sums);
+    if (i <= a.num_sequences) {
+      a.cu_seqlens[i] = entry.end;
+      a.chunk_offsets[i] = static_cast<int64_t>(all + scanned.before + chunks);
+    }
+    all += scanned.all;
   }
-  largest[t] = top;
-  __syncthreads();
-  int64_t floor = 0;
-  for (int i = 0; i < t; ++i) floor = max(floor, largest[i]);
-  int64_t count = 0, previous = floor;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t value = max(previous, clamped(i));
-    a.cu_seqlens[i] = value;
-    if (i > 0) count += (value - previous + kChunk - 1) / kChunk;  // chunks of sequence i - 1
-    previous = value;
-  }
-  chunks[t] = count;
-  const bool any_bad = __syncthreads_or(bad);
-  int64_t offset = 0;
-  for (int i = 0; i < t; ++i) offset += chunks[i];
-  previous = floor;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t value = a.cu_seqlens[i];
-    if (i > 0) offset += (value - previous + kChunk - 1) / kChunk;
-    a.chunk_offsets[i] = offset;
-    previous = value;
-  }
-  if (t == 0 && a.flags) *a.flags = any_bad ? kBadSequences : 0;
+  if (t == 0) offsets.flag(!mended && offsets.has_all(a.num_sequences));
 }
 
 }  // namespace
@@ -87,7 +69,8 @@ Status launch_upload(int64_t* target, const WordPieces& words, const Launch& lau
 }
 
 Status launch_sequence_map(const SequenceMapArgs& args, const Launch& launch) {
-  return launch_kernel("sequence_map", sequence_map_kernel, 1, kThreads, 0, launch, args);
+  return launch_kernel("sequence_map", sequence_map_kernel, 1 + args.rest_blocks, kThreads, 0,
+                       launch, args);
 }
 
 }  // namespace kda::cuda

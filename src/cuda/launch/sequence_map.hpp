@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "cuda/launch/launch.hpp"
+#include "cuda/launch/written_tensor.hpp"
 #include "cuda/tile/arguments.hpp"
 
 namespace kda::cuda {
@@ -33,9 +34,13 @@ struct SequenceMapArgs {
   int64_t* cu_seqlens = nullptr;     ///< [N + 1] out: clamped to a non-decreasing row of 0..T
   int64_t* chunk_offsets = nullptr;  ///< [N + 1] out
   int32_t* flags = nullptr;          ///< set to kBadSequences or 0
+  /// Gets zeros in rows before the first offset and from the last one on: of a call with one batch
+  /// entry. No base: none does.
+  WrittenTensor rest = {};
+  int64_t rest_blocks = 0;  ///< that do it
 };
 
-/// One block: a running maximum and a prefix sum over the sequences.
+/// One block makes the map: running maxima and sums over the sequences.
 Status launch_sequence_map(const SequenceMapArgs& args, const Launch& launch);
 
 }  // namespace kda::cuda

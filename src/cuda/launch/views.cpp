@@ -81,18 +81,21 @@ StateView initial_view(const Problem& p, const Tensors& t) {
                     p.initial_state_mask ? t.initial_state_mask : nullptr);
 }
 
-SequenceMapArgs sequence_map_args(const stage::Call& call, const SequenceMaps& maps) {
+SequenceMapArgs sequence_map_args(const stage::Call& call, const SequenceMaps& maps,
+                                  const WrittenTensor& rest) {
   return {call.tensors.cu_seqlens,
           call.problem.cu_seqlens == DType::kInt64,
           call.problem.num_sequences,
           call.problem.num_tokens,
           const_cast<int64_t*>(maps.map.cu_seqlens),
           const_cast<int64_t*>(maps.map.chunk_offsets),
-          maps.flags};
+          maps.flags,
+          rest,
+          rest.base ? call.plan->device.num_sms : 0};
 }
 
 Status make_sequence_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
-                          SequenceMaps* maps) {
+                          SequenceMaps* maps, const WrittenTensor& rest) {
   const Plan& plan = *call.plan;
   const Problem& p = call.problem;
   const Launch launch{call.stream};
@@ -108,7 +111,7 @@ Status make_sequence_maps(const stage::Call& call, std::span<const Segment> segm
     maps->accumulate_flags = true;
     if (prepared) return {};
     maps->launched = true;
-    return launch_sequence_map(sequence_map_args(call, *maps), launch);
+    return launch_sequence_map(sequence_map_args(call, *maps, rest), launch);
   }
   WordPieces pieces;
   int64_t at = 0;

@@ -33,12 +33,14 @@ struct SequenceMaps {
 
 /// Launches what makes the maps: nothing for a plain batch; one kernel for cu_seqlens or segments
 /// (a few for thousands of sequences). `prepared`: an earlier stage of this run() has made them.
+/// `rest`: gets zeros in rows of no sequence where only the device knows the lengths.
 Status make_sequence_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
-                          SequenceMaps* maps);
+                          SequenceMaps* maps, const WrittenTensor& rest = {});
 
 /// Arguments of a kernel that makes the maps of lengths that only the device knows; `maps` says
 /// where they are.
-SequenceMapArgs sequence_map_args(const stage::Call& call, const SequenceMaps& maps);
+SequenceMapArgs sequence_map_args(const stage::Call& call, const SequenceMaps& maps,
+                                  const WrittenTensor& rest = {});
 
 /// Launches a kernel that itself waits for those before it (ptx/pdl.cuh): with PDL behind one of
 /// `maps`.

@@ -46,4 +46,9 @@ Status zero_rows(const stage::Call& call, std::span<const registry::WrittenRows>
   return launch_zero_rows(args, 2 * device.num_sms, {call.stream, device.compute_capability >= 90});
 }
 
+Status zero_rows_without_slot(const stage::Call& call,
+                              std::span<const registry::WrittenRows> written) {
+  return zeroes_without_slot(call.problem) ? zero_rows(call, written) : Status{};
+}
+
 }  // namespace kda::cuda

@@ -5,19 +5,12 @@
 #pragma once
 
 #include "cuda/launch/launch.hpp"
+#include "cuda/launch/written_tensor.hpp"
 #include "cuda/tile/arguments.hpp"
 #include "registry/rows.hpp"
 #include "stage/call.hpp"
 
 namespace kda::cuda {
-
-/// A [B, T, heads, size] tensor; strides are in elements.
-struct WrittenTensor {
-  void* base = nullptr;
-  int64_t stride_b = 0, stride_t = 0, stride_h = 0, stride_c = 0;
-  int64_t heads = 1, size = 1;
-  int32_t bytes = 2;  ///< of an element: 2 or 4
-};
 
 struct ZeroRowsArgs {
   static constexpr int kMost = 5;
@@ -41,5 +34,8 @@ Status launch_zero_rows(const ZeroRowsArgs& args, int64_t blocks, const Launch& 
 
 /// DeviceChecks::zero_rows.
 Status zero_rows(const stage::Call& call, std::span<const registry::WrittenRows> written);
+/// The same of forwards whose map kernel has zeroed rows of no sequence (SequenceMapArgs::rest).
+Status zero_rows_without_slot(const stage::Call& call,
+                              std::span<const registry::WrittenRows> written);
 
 }  // namespace kda::cuda

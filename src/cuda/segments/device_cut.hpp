@@ -20,9 +20,9 @@ struct CutHeader {
 };
 
 /// Words of the block that has a CutHeader, then a word a cut sequence (which one), of at most
-/// `most_cut`, and for N sequences N + 1 words of the kernel's own.
-constexpr int64_t device_cut_words(int64_t most_cut, int64_t N) {
-  return static_cast<int64_t>(sizeof(CutHeader) / sizeof(int64_t)) + most_cut + N + 1;
+/// `most_cut`.
+constexpr int64_t device_cut_words(int64_t most_cut) {
+  return static_cast<int64_t>(sizeof(CutHeader) / sizeof(int64_t)) + most_cut;
 }
 /// Which sequences are cut, in order.
 template <class Cut>

@@ -89,7 +89,7 @@ cuda::fused::CutModel model_of(const Table& table) {
 /// The outputs of the kernel for a table, read back.
 struct CutOnDevice {
   CutHeader cut;
-  std::vector<int64_t> cut_sequences, offsets_behind, cu_seqlens, chunk_offsets, exit_tokens;
+  std::vector<int64_t> cut_sequences, offsets_behind, cu_seqlens, chunk_offsets;
   std::vector<WorkUnit> units;
   int32_t flags = -1;
 
@@ -99,11 +99,9 @@ struct CutOnDevice {
     args.model = model_of(table);
     const int64_t most = args.model.most_behind;
     DeviceBuffer raw(given.size() * 8), map(size(N + 1) * 16), flag(4),
-        header(size(cuda::device_cut_words(most, N)) * 8), offsets(size(N + 1) * 8),
-        all_units(size(N + 2 * most + 1) * sizeof(WorkUnit)),
-        exits(std::max<std::size_t>(size(most * table.heads) * 8, 8));
-    for (DeviceBuffer* buffer : {&map, &flag, &header, &offsets, &all_units, &exits})
-      buffer->fill(0xff);
+        header(size(cuda::device_cut_words(most)) * 8), offsets(size(N + 1) * 8),
+        all_units(size(N + 2 * most + 1) * sizeof(WorkUnit));
+    for (DeviceBuffer* buffer : {&map, &flag, &header, &offsets, &all_units}) buffer->fill(0xff);
     raw.upload(given.data(), given.size() * 8);
     auto* words = static_cast<int64_t*>(map.data());
     args.map = {raw.data(),
@@ -116,10 +114,9 @@ struct CutOnDevice {
     args.cut = static_cast<CutHeader*>(header.data());
     args.offsets_behind = static_cast<int64_t*>(offsets.data());
     args.units = static_cast<WorkUnit*>(all_units.data());
-    args.exit_tokens = static_cast<int64_t*>(exits.data());
     EXPECT_TRUE(cuda::sm90::launch_device_cut(args, {}).ok());
     check::synchronize_device();
-    const std::vector<int64_t> head = read<int64_t>(header, cuda::device_cut_words(most, N));
+    const std::vector<int64_t> head = read<int64_t>(header, cuda::device_cut_words(most));
     std::copy_n(head.data(), sizeof(cut) / 8, &cut.num_segments);
     cut_sequences.assign(head.begin() + sizeof(cut) / 8,
                          head.begin() + sizeof(cut) / 8 + cut.num_cut);
@@ -128,7 +125,6 @@ struct CutOnDevice {
     chunk_offsets = read<int64_t>(map, 2 * (N + 1));
     chunk_offsets.erase(chunk_offsets.begin(), chunk_offsets.begin() + N + 1);
     units = read<WorkUnit>(all_units, cut.num_segments + cut.num_behind + 1);
-    exit_tokens = read<int64_t>(exits, most * table.heads);
     flags = read<int32_t>(flag, 1)[0];
   }
 };
@@ -159,13 +155,12 @@ std::string describe(const Table& table) {
   return text;
 }
 
-void expect_same_cut(const Plan& plan, const CutOnDevice& device, int64_t heads) {
+void expect_same_cut(const Plan& plan, const CutOnDevice& device) {
   const std::vector<Segment> segments = segments_of(plan);
   const auto count = static_cast<int64_t>(segments.size()), N = plan.problem.num_sequences;
   ASSERT_EQ(device.cut.num_segments, count);
   ASSERT_EQ(device.cut.num_behind, count - N);
   EXPECT_EQ(device.cut.early_exit, plan.early_exit ? 1 : 0);
-  EXPECT_EQ(device.flags, 0);
   EXPECT_EQ(device.chunk_offsets, plan.chunk_offsets);
   int64_t before = 0, transition = 0, most = 0, behind = 0;
   const auto expect_unit = [&](int64_t at, const Segment& segment, int64_t number,
@@ -201,14 +196,43 @@ void expect_same_cut(const Plan& plan, const CutOnDevice& device, int64_t heads)
     const Segment& segment = segments[size(n)];
     if (segments[size(n - 1)].sequence != segment.sequence) continue;
     expect_unit(count + transition, segment, transition, FusedState::kTransition);
-    for (int64_t head = 0; head < heads && !plan.early_exit; ++head)
-      EXPECT_EQ(device.exit_tokens[size(transition * heads + head)], segment.end);
     ++transition;
   }
   EXPECT_EQ(device.units[size(count + transition)].before, before);
   EXPECT_EQ(device.offsets_behind[size(N)], count - N);
   EXPECT_EQ(device.cut.most_behind, most);
   EXPECT_EQ(device.cut_sequences, cut);
+}
+
+/// Where the host would cut, or a kernel could.
+TEST(DeviceCutPlan, SaysWhyNothingIsCut) {
+  Table table;
+  table.heads = 4;
+  table.add(65536);
+  const auto expect = [&](const Problem& p, const PlanOptions& options, const char* reason) {
+    Plan plan;
+    throw_if_error(make_plan_from_bounds(p, gpu_facts(132), options, &plan));
+    EXPECT_FALSE(plan.device_cut.on) << reason;
+    const std::string text = plan.to_text(true);
+    EXPECT_NE(text.find(reason), std::string::npos) << reason << "\n" << text;
+  };
+  for (const char* backend : {"", "cuda.sm90.fused", "cuda.sm80.staged"})
+    for (const SegmentPolicy policy :
+         {SegmentPolicy::kFlashKda, SegmentPolicy::kCula, SegmentPolicy::kFixed}) {
+      PlanOptions options;
+      options.backend = backend;
+      options.context_parallel = policy;
+      options.num_segments = policy == SegmentPolicy::kFixed ? 4 : 0;
+      expect(table.problem(), options, "segments that are asked for need lengths on the host");
+    }
+  Problem invariant = table.problem();
+  invariant.batch_invariant = true;
+  expect(invariant, {}, "whether a kernel has room for all cuts would depend on the batch");
+  Problem many = table.problem();
+  many.num_sequences = 12001;
+  PlanOptions fused;
+  fused.backend = "cuda.sm90.fused";
+  expect(many, fused, "12001 sequences are more than shared memory holds");
 }
 
 class DeviceCut : public test::HopperTest {};
@@ -231,11 +255,53 @@ TEST_F(DeviceCut, EqualsThePlanOfTheSameLengths) {
     const Plan plan = plan_of(table);
     cut += plan.segmented ? 1 : 0;
     exits += plan.early_exit ? 1 : 0;
-    expect_same_cut(plan, CutOnDevice(table, table.cu_seqlens), table.heads);
+    const CutOnDevice device(table, table.cu_seqlens);
+    EXPECT_EQ(device.flags, 0);
+    expect_same_cut(plan, device);
     ASSERT_FALSE(HasFailure()) << describe(table);
   }
   EXPECT_GE(cut, wanted / 4);
   EXPECT_GE(exits, wanted / 100);
+}
+
+/// The kernel guesses that one sequence has all tokens. Where it has fewer, the cut is that of its
+/// own length.
+TEST_F(DeviceCut, OneSequenceWithoutAllTokens) {
+  check::Random random(13);
+  for (int i = 0; i < 40; ++i) {
+    Table table, room;
+    table.heads = room.heads = 1 + random.below(12);
+    table.add(5000 + random.below(60000));
+    room.add(table.cu_seqlens.back() + 1 + random.below(100000));
+    const CutOnDevice device(room, table.cu_seqlens);
+    EXPECT_EQ(device.flags, kBadSequences);
+    EXPECT_EQ(device.cu_seqlens, table.cu_seqlens);
+    expect_same_cut(plan_of(table), device);
+    ASSERT_FALSE(HasFailure()) << describe(table);
+  }
+}
+
+/// More entries than threads: the kernel takes them in tiles.
+TEST_F(DeviceCut, ManySequences) {
+  check::Random random(14);
+  int cut = 0;
+  for (const int64_t count : {511, 512, 513, 1023, 1024, 3000}) {
+    Table table;
+    table.heads = 1 + random.below(3);
+    const int64_t longest = random.below(count);
+    for (int64_t n = 0; n < count; ++n)
+      table.add(n == longest ? 300000 + random.below(100000) : random.below(3) * random.below(90));
+    const Plan plan = plan_of(table);
+    cut += plan.segmented ? 1 : 0;
+    const CutOnDevice device(table, table.cu_seqlens);
+    EXPECT_EQ(device.flags, 0);
+    expect_same_cut(plan, device);
+    ASSERT_FALSE(HasFailure()) << describe(table);
+    std::vector<int64_t> given = table.cu_seqlens;
+    given[size(count / 2)] = -5;
+    EXPECT_EQ(CutOnDevice(table, given).flags, kBadSequences);
+  }
+  EXPECT_GE(cut, 4);
 }
 
 /// Whatever the caller gives: nothing is written outside, every token is in one segment at most,
@@ -365,6 +431,34 @@ TEST_P(DeviceCutResults, OneGraphServesManyTables) {
     ASSERT_TRUE(test::same_bits(host.outputs.final_state, call.outputs.final_state)) << i;
   }
   EXPECT_GE(cut, 1);
+}
+
+/// The kernel that makes the maps zeroes them, with a cut or without one: nothing else is launched
+/// for it.
+TEST_P(DeviceCutResults, RowsOfNoSequenceAreZero) {
+  constexpr int64_t kTokens = 1100, kFirst = 5, kLast = 1031;
+  for (const SegmentPolicy policy : {SegmentPolicy::kAuto, SegmentPolicy::kOff}) {
+    const Inputs inputs = check::generate(options({kTokens}, 1));
+    test::RunOptions where = run();
+    where.from_bounds = true;
+    where.plan.context_parallel = policy;
+    test::OnDevice call(inputs, where);
+    ASSERT_EQ(call.plan.device_cut.on, policy == SegmentPolicy::kAuto);
+    const int64_t given[] = {kFirst, kLast};
+    ASSERT_EQ(cudaMemcpy(const_cast<void*>(call.memory->tensors().cu_seqlens), given, sizeof(given),
+                         cudaMemcpyHostToDevice),
+              cudaSuccess);
+    ASSERT_TRUE(call.run().ok());
+    call.read();
+    const auto* o = reinterpret_cast<const uint16_t*>(call.outputs.o.data());
+    for (int64_t i = 0; i < kTokens * GetParam().K; ++i) {
+      const int64_t token = i / GetParam().K;
+      if (token >= kFirst && token < kLast) continue;
+      ASSERT_EQ(o[i], 0) << token;
+    }
+    EXPECT_NE(o[kFirst * GetParam().K], 0);
+    EXPECT_NE(o[kLast * GetParam().K - 1], 0);
+  }
 }
 
 TEST_P(DeviceCutResults, TablesThatAreNotCutRunWhole) {

@@ -155,7 +155,9 @@ struct Cutter {
 #pragma unroll 1
     for (int i = plan::larger(begin, 1); i < end; ++i)
       own += static_cast<uint64_t>(num_segments(i - 1));
-    auto before = static_cast<int64_t>(block_scan<kWarps>(own, false, s.sums).before);
+    const uint64_t of_warp = scan_warp(own, s.sums);
+    __syncthreads();
+    auto before = static_cast<int64_t>(scan_block<kWarps>(of_warp, s.sums).before);
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
       if (i > 0) before += num_segments(i - 1);
