@@ -2,6 +2,7 @@
 // The backward of cuda.sm90.gdn: what it serves and how it plans. Its launches:
 // cuda/gdn/backward/launches.cpp.
 #include <algorithm>
+#include <cmath>
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
@@ -14,12 +15,16 @@
 #include "cuda/launch/device.hpp"
 #include "cuda/rows.hpp"
 #include "cuda/segments/kernels.hpp"
+#include "cuda/staged/backward/cost.hpp"
 #include "cuda/staged/backward/kernels.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::gdn {
 namespace {
+
+/// Of workspace, twice what the staged backend takes at most.
+constexpr double kMostBytes = 2 * staged::kGroupBytes;
 
 /// Its kernels have tiles of 128 channels, whatever K is.
 std::string decline(const Problem& p) { return kForward.head.decline(p); }
@@ -107,6 +112,51 @@ void book_segments(plan::PlanBuilder& builder) {
   builder.book(block::kGdnForgotten, plan.early_exit ? 2 * states : 0, sizeof(int32_t));
 }
 
+/// Bytes of a chunk in the blocks of plan_backward(), but for what is small.
+constexpr std::size_t kRowBytes = kChunk * kMostK * sizeof(uint16_t);
+constexpr std::size_t kStateBytes = kVTile * kMostK * sizeof(uint16_t);
+constexpr std::size_t kValueBytes = kChunk * kVTile * sizeof(uint16_t);
+constexpr std::size_t kSquareBytes = kSquare * sizeof(uint16_t);
+
+/// By bounds, so that a plan from bounds says the same as one from lengths.
+double workspace_bytes(const Problem& p) {
+  const double value_head =
+      2 * kSquareBytes + sizeof(Numbers) + sizeof(BackwardNumbers) +
+      static_cast<double>(tiles_of(p.value_dim)) * 2 * (kStateBytes + kValueBytes);
+  return static_cast<double>(bound_of_chunks(p)) *
+         (static_cast<double>(p.num_heads) * 2 * kRowBytes +
+          static_cast<double>(p.num_value_heads) * value_head);
+}
+
+/// The staged backend is the next one. It works in groups of heads where all of them would need
+/// more memory than `kMostBytes`, and cuts where only the GPU knows the lengths.
+std::string defer(const registry::Request& request) {
+  const Problem& p = request.problem;
+  const registry::Head& staged = staged::kBackward.head;
+  if (!request.gradients || !staged.decline(p).empty() ||
+      !staged.decline_gradients(*request.gradients).empty())
+    return {};
+  if (request.options.spans) return "spans: it has no two phases";
+  // Uncut it was measured to be the faster one, whatever the lengths, which may not decide here.
+  const SegmentPolicy policy = request.options.context_parallel;
+  if (p.batch_invariant || policy == SegmentPolicy::kOff) return {};
+  if (const double bytes = workspace_bytes(p); bytes > kMostBytes)
+    return cat("its workspace of ", bytes / 1e9, " GB has all heads; above ", kMostBytes / 1e9,
+               " GB cuda.sm80.staged has groups of them");
+  if (policy != SegmentPolicy::kAuto) return {};
+  plan::Workload work = plan::workload_of(p, request.cu_seqlens, request.device);
+  const bool known = !request.cu_seqlens.empty();
+  if (!known) work.lengths = {p.num_tokens};
+  const double own = known ? backward_to_beat_us(work, request.device)
+                           : whole_backward_us(cost_input(work, request.device));
+  const double other = staged::backward_to_beat_us(work, request.device);
+  if (own <= other) return {};
+  return cat(
+      "predicted: ", std::llround(own),
+      known ? " us where heads forget nothing" : " us of one sequence, which it does not cut",
+      "; cuda.sm80.staged ", std::llround(other), " us");
+}
+
 void predict(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   if (!plan.lengths_known || plan.problem.num_sequences == 0) return;
@@ -124,9 +174,6 @@ void plan_backward(plan::PlanBuilder& builder) {
   const auto tiles = static_cast<std::size_t>(chunks * p.num_value_heads);
   const auto rows = static_cast<std::size_t>(chunks * p.num_heads);
   const auto values = tiles * static_cast<std::size_t>(tiles_of(p.value_dim));
-  constexpr std::size_t kRowBytes = kChunk * kMostK * sizeof(uint16_t);
-  constexpr std::size_t kStateBytes = kVTile * kMostK * sizeof(uint16_t);
-  constexpr std::size_t kValueBytes = kChunk * kVTile * sizeof(uint16_t);
   const bool tokens = staged::wants_tokens(*builder.gradients());
   cut(builder);
   list(builder, chunks, tokens);
@@ -135,8 +182,8 @@ void plan_backward(plan::PlanBuilder& builder) {
   predict(builder);
   builder.book(block::kGdnQ, rows, kRowBytes);
   builder.book(block::kGdnK, rows, kRowBytes);
-  builder.book(block::kGdnInverse, tiles, kSquare * sizeof(uint16_t));
-  builder.book(block::kGdnScores, tiles, kSquare * sizeof(uint16_t));
+  builder.book(block::kGdnInverse, tiles, kSquareBytes);
+  builder.book(block::kGdnScores, tiles, kSquareBytes);
   builder.book(block::kGdnNumbers, tiles, sizeof(Numbers));
   builder.book(block::kGdnBackwardNumbers, tiles, sizeof(BackwardNumbers));
   if (!tokens) return;
@@ -157,8 +204,8 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm90.gdn",
                                                   .unavailable = sm90::unavailable,
                                                   .plan = plan_backward,
                                                   .decline = decline,
-                                                  .only_by_name = true,
                                                   .decline_gradients = decline_gradients,
+                                                  .defer = defer,
                                                   .min_compute_capability = 90,
                                                   .max_compute_capability = 90,
                                                   .device_checks = &kDeviceChecks},
