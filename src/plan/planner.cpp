@@ -30,11 +30,6 @@ bool name_matches(std::string_view name, std::string_view wanted) {
   return starts && (end == name.size() || name[end] == '.');
 }
 
-/// Whether `wanted` has the last part of a name.
-bool names_last_part(std::string_view name, std::string_view wanted) {
-  return name_matches(wanted, name.substr(name.rfind('.') + 1));
-}
-
 /// The first tensor in fp64; null: there is none.
 const char* float64_tensor(const Request& request) {
   const Problem& p = request.problem;
@@ -81,8 +76,6 @@ std::string decline_reason(const Head& row, const Request& request) {
                device.compute_capability);
   if (!name_matches(row.name, options.backend))
     return cat("backend ", options.backend, " asked for");
-  if (row.only_by_name && !names_last_part(row.name, options.backend))
-    return "not measured yet: it serves callers who name it";
   if (options.keep != KeepPolicy::kNothing && !row.keeps_states && !row.decline_keep)
     return "keeps nothing for a backward";
   if (options.keep == KeepPolicy::kStates && !row.keeps_states)

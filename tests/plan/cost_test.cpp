@@ -6,6 +6,7 @@
 #include "core/text.hpp"
 #include "cuda/fused/cost.hpp"
 #include "cuda/fused/portable/cost.hpp"
+#include "cuda/gdn/backward/cost.hpp"
 #include "cuda/gdn/cost.hpp"
 #include "cuda/staged/backward/cost.hpp"
 #include "cuda/staged/cost.hpp"
@@ -202,6 +203,25 @@ TEST(GdnCost, IsWithinATenthOfTheTimesOfAnH200) {
             ? gdn::serial_us(in)
             : gdn::unforgetting_us(in, plan::ceil_div(chunks, row.segments) * plan::kAutoChunk);
     EXPECT_NEAR(us, row.us, 0.1 * row.us) << row.lengths << ", " << row.value_heads << " heads";
+  }
+}
+
+/// Times of whole backwards on an H200, us; one gate a head, uncut.
+TEST(GdnBackwardCost, IsNearTheTimesOfAnH200) {
+  const struct {
+    const char* lengths;
+    int64_t heads, value_heads;
+    double us;
+  } rows[] = {{"8192", 16, 32, 560},
+              {"8192", 16, 64, 1020},
+              {"32K", 16, 32, 2250},
+              {"8x1024", 16, 32, 600},
+              {"2048", 16, 32, 156}};
+  for (const auto& row : rows) {
+    plan::Workload work = work_of(row.lengths, row.value_heads);
+    work.num_heads = row.heads;
+    const CostInput in = cost_input(work, gpu_facts(132));
+    EXPECT_NEAR(gdn::whole_backward_us(in), row.us, 0.05 * row.us) << row.lengths;
   }
 }
 

@@ -14,13 +14,12 @@
 #include "cuda/chain/outputs_sm90.cuh"
 #include "cuda/chain/products_sm90.cuh"
 #include "cuda/chain/ring_sm90.cuh"
+#include "cuda/gdn/forgotten.cuh"
 #include "cuda/gdn/rows.cuh"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
-#include "cuda/ptx/math.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/tile/warp.cuh"
 
 namespace kda::cuda::gdn {
 namespace {
@@ -84,47 +83,14 @@ struct Kernel {
 
   // ---- what a head forgets ---------------------------------------------------------------------
 
-  /// The last chunk of the segment in front of which all is forgotten by its end: from its start,
-  /// and from that of every earlier chunk of the sequence, the gates bound |M| by kForgottenLog2
-  /// (an earlier one may grow). -1 if there is none. Every warp finds it for itself, 32 chunks at a
-  /// time.
-  __device__ int last_that_forgets() const {
-    const auto before = static_cast<int>(
-        (c.tokens.begin - sequence_range(a.map, c.tokens.sequence).begin) / kChunk);
-    int earliest = c.num_chunks;  // that reaches the end
-    float behind = 0;
-#pragma unroll 4
-    for (int end = c.num_chunks; end > -before; end -= 32) {
-      const int chunk = end - 1 - c.lane;
-      const bool exists = chunk >= -before;
-      float bound = 0;
-      if (exists) {
-        const Numbers& numbers = a.made.numbers[c.tile(chunk)];
-        bound = numbers.log2_decay + (numbers.log2_growth[0] + numbers.log2_growth[1]);
-      }
-      const float all = behind + sum_up_to(bound, c.lane);
-      const bool reaches = exists && !(all <= kForgottenLog2);
-      const uint32_t lane = ptx::redux_max(reaches ? static_cast<uint32_t>(c.lane) + 1 : 0);
-      if (lane > 0) earliest = end - static_cast<int>(lane);
-      behind = __shfl_sync(~0u, all, 31);
-    }
-    return max(earliest, 0) - 1;
-  }
-
   /// Leaves out of the chain what a scan needs not walk through.
   __device__ void skip_what_is_forgotten() {
-    const int first = last_that_forgets();
+    const int last = chunks_that_last_to_the_end(c, a.made.numbers);
     if (c.transition && c.column == 0 && threadIdx.x == 0)
-      a.forgotten[c.unit * a.shape.HV + c.head] = first >= 0;
-    if (first < 0) return;
+      a.forgotten[c.unit * a.shape.HV + c.head] = last > 0;
+    if (last == 0) return;
     forgotten = c.transition;
-    if (forgotten) {
-      c.num_chunks = 0;
-      return;
-    }
-    c.tokens.begin += first * kChunk;
-    c.chunk0 += first;
-    c.num_chunks -= first;
+    begin_with_the_last(c, forgotten ? 0 : last);
   }
 
   // ---- copies ----------------------------------------------------------------------------------

@@ -13,9 +13,6 @@
 
 namespace kda::cuda::gdn {
 
-/// A segment may drop its M once this bounds the log2 of its norm.
-inline constexpr float kForgottenLog2 = -20;
-
 /// The `factors` of ChainArgs are not used.
 struct ChainArgs : cuda::ChainArgs {
   RowView v;  ///< bf16, rows aligned to 16 bytes

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward of cuda.sm90.gdn against the oracle: gates, lengths, heads, sizes, steps, what is
-// wanted of it, and what it declines.
+// The backward of cuda.sm90.gdn against the oracle: gates, lengths, heads, sizes, steps, segments,
+// what is wanted of it, and what it declines.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 #include "core/convert.hpp"
 #include "core/layout.hpp"
 #include "cuda/gdn/inputs.hpp"
+#include "cuda/launch/blocks.hpp"
 #include "support/backward.hpp"
 #include "support/gpu.hpp"
 #include "support/padded.hpp"
@@ -398,6 +399,17 @@ TEST_F(GdnBackward, TypesAndStrides) {
 
 // ---- bits
 
+/// Gradients of a sequence alone have the bits that they have as the first one of a batch.
+void expect_same_beginning(const GradientBuffers& alone, const GradientBuffers& batch) {
+  const std::pair<const io::Buffer*, const io::Buffer*> each[] = {{&alone.dq, &batch.dq},
+                                                                  {&alone.dk, &batch.dk},
+                                                                  {&alone.dv, &batch.dv},
+                                                                  {&alone.dg, &batch.dg},
+                                                                  {&alone.dbeta, &batch.dbeta}};
+  for (const auto& [one, all] : each)
+    EXPECT_EQ(std::memcmp(one->data(), all->data(), one->size()), 0);
+}
+
 TEST_F(GdnBackward, BitsAreTheSameAgainAndAlone) {
   const Inputs inputs =
       test::gdn::inputs_of({.lengths = {100, 70}, .K = 128, .V = 128, .gates = Gates::kTrained});
@@ -414,10 +426,210 @@ TEST_F(GdnBackward, BitsAreTheSameAgainAndAlone) {
   };
   copy(&c.d_o, a.d_o), copy(&c.d_final_state, a.d_final_state);
   run(alone, &c);
-  const std::pair<const io::Buffer*, const io::Buffer*> each[] = {
-      {&c.dq, &a.dq}, {&c.dk, &a.dk}, {&c.dv, &a.dv}, {&c.dg, &a.dg}, {&c.dbeta, &a.dbeta}};
-  for (const auto& [one, all] : each)
-    EXPECT_EQ(std::memcmp(one->data(), all->data(), one->size()), 0);
+  expect_same_beginning(c, a);
+}
+
+// ---- segments
+
+/// Every sequence in so many segments; exact ones have their transitions whatever the gates are.
+struct Cut {
+  int64_t segments = 2;
+  bool exact = false;
+};
+std::string text_of(const Cut& cut) {
+  return std::to_string(cut.segments) + (cut.exact ? " exact segments" : " segments");
+}
+BackwardRun in_segments(int64_t count) {
+  BackwardRun how = on_gdn();
+  how.segments = count;
+  return how;
+}
+Inputs with(Inputs inputs, const Cut& cut) {
+  inputs.problem.batch_invariant = cut.exact;
+  return inputs;
+}
+Errors expect_within(const Inputs& inputs, GradientBuffers buffers, const std::string& what,
+                     const Cut& cut) {
+  return expect_within(with(inputs, cut), std::move(buffers), what + ", " + text_of(cut),
+                       in_segments(cut.segments));
+}
+Errors expect_within(const Inputs& inputs, const std::string& what, const Cut& cut) {
+  return expect_within(inputs, gradients_of(inputs), what, cut);
+}
+
+TEST_F(GdnBackward, SegmentsOfEveryGate) {
+  std::size_t turn = 0;
+  for (const Gates gates : test::gdn::kAllGates)
+    for (const Cut& cut : test::in_turn<Cut>(turn++, {{2}, {3, true}, {3}, {2, true}, {9}})) {
+      const std::string name = test::gdn::name_of(gates);
+      std::array<double, 6> bounds{2.8, 3.9, 3.2, 2.9, 4.1, 2.5};
+      if (gates == Gates::kPositive)
+        for (double& bound : bounds) bound *= 1.5;
+      bounds[3] *= 3;  // of few tokens of a head terms may cancel
+      expect_all_within(
+          expect_within(
+              test::gdn::inputs_of(
+                  {.lengths = {330, 0, 70, 1}, .HV = 1, .K = 128, .V = 128, .gates = gates}),
+              name, cut),
+          bounds, name);
+    }
+}
+
+TEST_F(GdnBackward, SegmentsWhetherExactOrNot) {
+  for (const Gates gates : {Gates::kStrong, Gates::kTrained, Gates::kNeedle, Gates::kZero})
+    for (const bool exact : {false, true})
+      expect_within(test::gdn::inputs_of({.lengths = {250}, .HV = 4, .gates = gates}),
+                    test::gdn::name_of(gates), Cut{3, exact});
+}
+
+TEST_F(GdnBackward, SegmentsOfEverySize) {
+  for (const auto& [K, V] :
+       {std::pair<int64_t, int64_t>{128, 64}, {64, 128}, {96, 192}, {40, 72}, {64, 64}})
+    for (const bool exact : {false, true})
+      expect_within(test::gdn::inputs_of({.lengths = {135, 64}, .HV = 1, .K = K, .V = V}),
+                    "K " + std::to_string(K) + " V " + std::to_string(V), Cut{2, exact});
+}
+
+TEST_F(GdnBackward, SegmentsOfValueHeadsOfAQueryHead) {
+  for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled})
+    expect_within(test::gdn::inputs_of({.lengths = {150, 20},
+                                        .H = 2,
+                                        .HV = 6,
+                                        .gates = Gates::kTrained,
+                                        .map = map,
+                                        .bias = true}),
+                  map == HeadMap::kTiled ? "tiled" : "grouped", Cut{3});
+}
+
+TEST_F(GdnBackward, SegmentsOfStepsOfZeroAndTwo) {
+  for (const Gates gates : {Gates::kFirst, Gates::kZero})
+    for (const double beta : {0.0, 2.0})
+      for (const bool exact : {false, true}) {
+        Inputs inputs = test::gdn::inputs_of({.lengths = {200}, .gates = gates});
+        test::gdn::set_betas(&inputs, beta);
+        // Nothing is written: what is left of the initial state has no digits but in exact
+        // segments.
+        if (beta == 0 && gates == Gates::kFirst && !exact) continue;
+        expect_within(inputs, "beta " + std::to_string(beta), Cut{3, exact});
+      }
+}
+
+TEST_F(GdnBackward, SegmentsOfKeysThatAreNotNormalised) {
+  for (const Gates gates : {Gates::kFirst, Gates::kZero, Gates::kNeedle, Gates::kStrong})
+    for (const Cut& cut : {Cut{2}, Cut{3, true}}) {
+      expect_within(test::gdn::growing(gates, 1, 0.9), test::gdn::name_of(gates), cut);
+      expect_within(test::gdn::growing(gates, 1.2, 1.5), test::gdn::name_of(gates), cut);
+    }
+}
+
+/// A chunk forgets by 2^-20 what chunks on either side of it have made grow: within its segment,
+/// and in the next one.
+TEST_F(GdnBackward, SegmentsOfChunksThatGrow) {
+  for (const bool backwards : {false, true})
+    for (const int64_t growing : {2, 3})  // chunks of segments of three
+      expect_within(test::gdn::chunks_that_grow(growing, backwards),
+                    std::to_string(growing) + (backwards ? " last" : " first") + " chunks grow",
+                    Cut{3});
+}
+
+/// Nothing but final states has a gradient: all that is left of it counts.
+TEST_F(GdnBackward, SegmentsOfAGradientOfTheEnd) {
+  for (const Gates gates : {Gates::kFirst, Gates::kSlow}) {
+    const Inputs inputs = test::gdn::inputs_of({.lengths = {140}, .gates = gates});
+    expect_within(inputs, gradients_of(inputs, {.d_o = false}), "d_final_state alone", Cut{3});
+  }
+}
+
+/// Rows of `tensor` from `begin` to `end` have no NaN.
+bool is_finite(const io::Buffer& tensor, const TensorDesc& desc, int64_t tokens, int64_t begin,
+               int64_t end) {
+  const auto count =
+      static_cast<int64_t>(tensor.size() / static_cast<std::size_t>(dtype_size(desc.dtype)));
+  for (int64_t i = begin * (count / tokens); i < end * (count / tokens); ++i)
+    if (!std::isfinite(load_double(tensor.data(), desc.dtype, i))) return false;
+  return true;
+}
+
+/// A NaN of the first token's v is in its head's states as long as M is read, and one of the last
+/// token's d_o is in its gradients: heads that forget are free of either in the segment behind the
+/// next one, and others are not.
+TEST_F(GdnBackward, SegmentsDropWhatHeadsForget) {
+  constexpr int64_t kTokens = 256;  // four segments of a chunk
+  for (const bool exact : {false, true})
+    for (const bool behind : {false, true}) {
+      const Inputs clean = test::gdn::inputs_of({.lengths = {kTokens},
+                                                 .HV = 1,
+                                                 .K = 128,
+                                                 .V = 128,
+                                                 .gates = Gates::kStrong,
+                                                 .initial_state = false});
+      GradientBuffers buffers = gradients_of(clean);
+      Inputs inputs = with(clean, {4, exact});
+      io::Buffer& rows = behind ? buffers.d_o : inputs.v;
+      store_double(rows.data(), DType::kBFloat16, behind ? (kTokens - 1) * 128 : 0, NAN);
+      run(inputs, &buffers, in_segments(4));
+      const auto finite = [&](int64_t chunk) {
+        return is_finite(behind ? buffers.dv : buffers.dk, *buffers.gradients.dv, kTokens,
+                         64 * chunk, 64 * chunk + 64);
+      };
+      const std::string what = std::string(behind ? "d_o" : "v") + (exact ? ", exact" : "");
+      EXPECT_FALSE(finite(behind ? 3 : 0)) << what;
+      EXPECT_EQ(finite(behind ? 0 : 3), !exact) << what;
+    }
+}
+
+TEST_F(GdnBackward, SegmentsOfSequencesDoNotKnowOfEachOther) {
+  const Inputs inputs = test::gdn::inputs_of(
+      {.lengths = {150, 0, 130}, .K = 128, .V = 128, .gates = Gates::kTrained});
+  GradientBuffers all = gradients_of(inputs);
+  run(inputs, &all, in_segments(2));
+  const Inputs alone = test::only_sequence(inputs, 0);
+  GradientBuffers one = gradients_of(alone);
+  const auto copy = [](io::Buffer* to, const io::Buffer& from) {
+    std::copy_n(from.data(), to->size(), to->data());
+  };
+  copy(&one.d_o, all.d_o), copy(&one.d_final_state, all.d_final_state);
+  BackwardRun few = in_segments(2);
+  few.num_sms = 1;
+  run(alone, &one, few);
+  expect_same_beginning(one, all);
+}
+
+TEST_F(GdnBackward, SegmentsWithoutGradientsOfTokens) {
+  const Inputs inputs =
+      test::gdn::inputs_of({.lengths = {150, 70}, .K = 128, .V = 128, .gates = Gates::kSlow});
+  for (const bool exact : {false, true}) {
+    const Inputs cut = with(inputs, {3, exact});
+    GradientBuffers all = gradients_of(cut), values = all;
+    Gradients& g = values.gradients;
+    g.dq.reset(), g.dk.reset(), g.dg.reset(), g.dbeta.reset();
+    run(cut, &all, in_segments(3));
+    test::BackwardCall call(cut, g, in_segments(3));
+    EXPECT_EQ(call.plan.plan.kernels.size(), 4u);
+    throw_if_error(call.run(&values));
+    for (const auto& [a, b] :
+         {std::pair{&all.dv, &values.dv}, std::pair{&all.d_initial_state, &values.d_initial_state}})
+      EXPECT_EQ(std::memcmp(a->data(), b->data(), a->size()), 0);
+  }
+}
+
+TEST_F(GdnBackward, SegmentsOfSequencesWithoutInitialStates) {
+  const Inputs inputs = test::gdn::inputs_of(
+      {.lengths = {140, 130}, .HV = 1, .K = 128, .V = 128, .gates = Gates::kSlow});
+  GradientBuffers dense = gradients_of(inputs), masked = dense;
+  run(inputs, &dense, in_segments(2));
+  Inputs with_mask = inputs;
+  with_mask.problem.initial_state_mask = true;
+  const uint8_t mask[] = {1, 0};
+  BackwardRun how = in_segments(2);
+  how.state_mask = mask;
+  run(with_mask, &masked, how);
+  EXPECT_TRUE(test::rows_are_zero(masked.d_initial_state, 2, 1, 2));
+  const std::size_t state = std::size_t{128} * 128 * sizeof(float);
+  EXPECT_EQ(std::memcmp(masked.d_initial_state.data(), dense.d_initial_state.data(), state), 0);
+  const Inputs none = test::gdn::inputs_of(
+      {.lengths = {140, 130}, .HV = 1, .gates = Gates::kSlow, .initial_state = false});
+  for (const bool exact : {false, true}) expect_within(none, "no initial states", Cut{3, exact});
 }
 
 // ---- what it declines
@@ -434,11 +646,11 @@ std::string refusal(const Inputs& inputs, const Gradients& gradients, const char
   return status.ok() ? plan.plan.implementation : std::string(status.message());
 }
 
-TEST(GdnBackwardPlan, ServesWhoNamesIt) {
+TEST(GdnBackwardPlan, ServesWhatItCan) {
   const Inputs inputs = test::gdn::inputs_of({.K = 128, .V = 128});
   const Gradients good = check::make_gradients(inputs, kBf16).gradients;
   EXPECT_EQ(refusal(inputs, good), kName);
-  EXPECT_EQ(refusal(inputs, good, ""), "cuda.sm80.staged");
+  EXPECT_EQ(refusal(inputs, good, ""), kName);
   const std::string begin = std::string("backend: ") + kName + " cannot serve: ";
   const auto expect = [&](const std::string& reason, auto&& change) {
     Gradients g = good;
@@ -454,6 +666,110 @@ TEST(GdnBackwardPlan, ServesWhoNamesIt) {
   Inputs fp16 = inputs;
   fp16.problem.v.dtype = DType::kFloat16;
   EXPECT_EQ(refusal(fp16, good), begin + "v is fp16; needs bf16");
+}
+
+// ---- cuts
+
+/// A training step of one sequence.
+BackwardPlan layer_plan(int64_t tokens, int64_t heads, int64_t value_heads,
+                        const PlanOptions& options = {}, bool batch_invariant = false,
+                        const char* backend = "gdn", bool known = true) {
+  Problem p = test::gdn::inputs_of(
+                  {.lengths = {1}, .H = 1, .HV = 1, .K = 128, .V = 128, .initial_state = false})
+                  .problem;
+  p.num_tokens = tokens, p.num_heads = heads, p.num_value_heads = value_heads;
+  p.q = p.k = contiguous(DType::kBFloat16, {1, tokens, heads, 128});
+  p.v = p.o = contiguous(DType::kBFloat16, {1, tokens, value_heads, 128});
+  p.g = head_gates(DType::kFloat32, 1, tokens, value_heads);
+  p.beta = contiguous(DType::kBFloat16, {1, tokens, value_heads});
+  p.A_log = contiguous(DType::kFloat32, {value_heads});
+  p.batch_invariant = batch_invariant;
+  const Gradients gradients{.d_o = p.v, .dq = p.q, .dk = p.k, .dv = p.v, .dg = p.g};
+  Plan forward;
+  BackwardPlan plan;
+  PlanOptions named;
+  named.backend = backend;
+  const std::vector<int64_t> offsets{0, tokens};
+  throw_if_error(known ? make_plan(p, offsets, gpu_facts(132), options, &forward)
+                       : make_plan_from_bounds(p, gpu_facts(132), options, &forward));
+  throw_if_error(make_backward_plan(forward, gradients, named, &plan));
+  return plan;
+}
+
+bool has_block(const Plan& plan, std::string_view name) {
+  return std::ranges::any_of(plan.workspace, [&](const auto& block) { return block.name == name; });
+}
+
+TEST(GdnBackwardPlan, CutsWhatGains) {
+  const Plan plan = layer_plan(65536, 2, 8).plan;
+  EXPECT_EQ(plan.implementation, kName);
+  EXPECT_TRUE(plan.segmented && plan.early_exit) << plan.to_text(true);
+  EXPECT_GE(plan.segments.size(), 3U);
+  EXPECT_LT(plan.cost.segmented_us, 0.6 * plan.cost.serial_us);
+  EXPECT_GT(plan.cost.segmented_us, plan.cost.roofline_us);
+  EXPECT_TRUE(has_block(plan, cuda::block::kGdnForgotten));
+  EXPECT_TRUE(has_block(plan, cuda::block::kSegmentD));
+  // The chains of 64 value heads fill the card, and so do those of 32 in both directions.
+  EXPECT_FALSE(layer_plan(8192, 16, 64).plan.segmented);
+  EXPECT_FALSE(layer_plan(32768, 16, 32).plan.segmented);
+  EXPECT_FALSE(layer_plan(256, 2, 8).plan.segmented);
+  PlanOptions off;
+  off.context_parallel = SegmentPolicy::kOff;
+  const Plan whole = layer_plan(65536, 2, 8, off).plan;
+  EXPECT_FALSE(whole.segmented || has_block(whole, cuda::block::kSegmentD));
+}
+
+TEST(GdnBackwardPlan, KeepsTransitionsOfBatchInvariantCalls) {
+  const Plan automatic = layer_plan(65536, 2, 8, {}, /*batch_invariant=*/true).plan;
+  EXPECT_FALSE(automatic.segmented);
+  EXPECT_EQ(automatic.reasons.back(), "batch_invariant: auto cuts no backward");
+  const Plan exact = layer_plan(4096, 2, 8, test::fixed_segments(3), true).plan;
+  EXPECT_EQ(exact.segments.size(), 3U);
+  EXPECT_FALSE(exact.early_exit || has_block(exact, cuda::block::kGdnForgotten));
+}
+
+/// Why the backend does not serve a call that names none; empty if it does.
+std::string why_not(const Plan& plan) {
+  for (const Candidate& row : plan.candidates)
+    if (row.name == kName) return row.reason;
+  return "no such backend";
+}
+
+/// The cases of bench/cases/gdn.txt, in all of which an H200 took half the time of the staged
+/// backward or two thirds, and long sequences of few heads.
+TEST(GdnBackwardPlan, ServesWhereItIsFaster) {
+  const auto plan_of = [](int64_t tokens, int64_t heads, int64_t value_heads, bool known = true,
+                          const PlanOptions& options = {}, bool invariant = false) {
+    return layer_plan(tokens, heads, value_heads, options, invariant, "", known).plan;
+  };
+  PlanOptions off;
+  off.context_parallel = SegmentPolicy::kOff;
+  for (const bool known : {true, false})
+    for (const auto& [tokens, heads, value_heads] :
+         {std::array<int64_t, 3>{8192, 16, 32}, {8192, 16, 64}, {32768, 16, 32}, {2048, 16, 32}}) {
+      EXPECT_EQ(why_not(plan_of(tokens, heads, value_heads, known)), "");
+      EXPECT_EQ(why_not(plan_of(tokens, heads, value_heads, known, off)), "");
+      EXPECT_EQ(why_not(plan_of(tokens, heads, value_heads, known, {}, true)), "");
+    }
+  EXPECT_EQ(why_not(plan_of(65536, 2, 8)), "");
+  EXPECT_EQ(why_not(plan_of(65536, 2, 8, false, off)), "");
+  // Staged cuts where only the GPU knows the lengths.
+  const Plan cut = plan_of(65536, 2, 8, /*known=*/false);
+  EXPECT_EQ(cut.implementation, "cuda.sm80.staged");
+  EXPECT_NE(why_not(cut).find("us of one sequence, which it does not cut; cuda.sm80.staged "),
+            std::string::npos)
+      << why_not(cut);
+}
+
+TEST(GdnBackwardPlan, LeavesLargeWorkspacesToGroupsOfHeads) {
+  const Plan plan = layer_plan(65536, 16, 64, {}, false, "").plan;
+  EXPECT_EQ(plan.implementation, "cuda.sm80.staged");
+  EXPECT_NE(why_not(plan).find("GB has all heads; above 4.8 GB cuda.sm80.staged has groups"),
+            std::string::npos)
+      << why_not(plan);
+  const Plan named = layer_plan(65536, 16, 64).plan;
+  EXPECT_EQ(named.implementation, kName);
+  EXPECT_GT(named.workspace_bytes, std::size_t{4'800'000'000});
 }
 
 }  // namespace

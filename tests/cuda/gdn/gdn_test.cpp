@@ -219,27 +219,13 @@ void expect_factors(const test::gdn::Options& options) {
   expect_factors(test::gdn::inputs_of(options), test::gdn::name_of(options.gates));
 }
 
-/// Keys longer than 1 with steps of up to 2: the state grows along them, faster than gates decay
-/// it, and no bound of gates alone holds.
-Inputs growing(Gates gates, double size, double beta) {
-  Inputs inputs = test::gdn::inputs_of({.lengths = {200}, .gates = gates});
-  Problem& p = inputs.problem;
-  p.qk_l2norm = false;
-  for (int64_t i = 0; i < p.num_tokens * p.num_heads * p.key_dim; ++i)
-    for (io::Buffer* rows : {&inputs.q, &inputs.k})
-      store_double(rows->data(), p.q.dtype, i,
-                   size * load_double(rows->data(), p.q.dtype, i) / std::sqrt(p.key_dim));
-  test::gdn::set_betas(&inputs, beta);
-  return inputs;
-}
-
 TEST_F(Gdn, FactorsOfEveryGate) {
   for (const Gates gates : test::gdn::kAllGates)
     expect_factors({.lengths = {64, 30}, .HV = 2, .K = 128, .gates = gates});
 }
 
 TEST_F(Gdn, FactorsOfKeysThatAreNotNormalised) {
-  expect_factors(growing(Gates::kFirst, 1.2, 1.5), "long keys");
+  expect_factors(test::gdn::growing(Gates::kFirst, 1.2, 1.5), "long keys");
 }
 
 TEST_F(Gdn, FactorsOfEveryGroupOfHeads) {
@@ -489,24 +475,17 @@ TEST_F(Gdn, SegmentsOfStepsOfZeroAndTwo) {
 TEST_F(Gdn, SegmentsOfKeysThatAreNotNormalised) {
   for (const Gates gates : {Gates::kFirst, Gates::kZero, Gates::kNeedle, Gates::kStrong})
     for (const Cut& cut : {Cut{2}, Cut{3, true}}) {
-      expect_within(growing(gates, 1, 0.9), test::gdn::name_of(gates), cut);
-      expect_within(growing(gates, 1.2, 1.5), test::gdn::name_of(gates), cut);
+      expect_within(test::gdn::growing(gates, 1, 0.9), test::gdn::name_of(gates), cut);
+      expect_within(test::gdn::growing(gates, 1.2, 1.5), test::gdn::name_of(gates), cut);
     }
 }
 
 /// A chunk forgets by 2^-20 what chunks in front of it have made grow: within its segment, and in
 /// the one before.
 TEST_F(Gdn, SegmentsOfChunksThatGrow) {
-  for (const int64_t strong : {2, 3}) {  // chunks of segments of three
-    Inputs inputs = test::gdn::inputs_of(
-        {.lengths = {9 * kChunk}, .HV = 1, .gates = Gates::kZero, .initial_state = false});
-    for (int64_t t = 0; t < inputs.problem.num_tokens; ++t) {
-      const int64_t chunk = t / kChunk;
-      store_double(inputs.g.data(), inputs.problem.g.dtype, t,
-                   chunk < strong ? 0.1 : (chunk == strong ? -0.222 : -0.01));
-    }
-    expect_within(inputs, "grows for " + std::to_string(strong) + " chunks", Cut{3});
-  }
+  for (const int64_t growing : {2, 3})  // chunks of segments of three
+    expect_within(test::gdn::chunks_that_grow(growing),
+                  "grows for " + std::to_string(growing) + " chunks", Cut{3});
 }
 
 double norm(const Doubles& x) {

@@ -144,4 +144,32 @@ inline void set_betas(check::Inputs* inputs, double beta) {
     store_double(inputs->beta.data(), p.beta.dtype, i, beta);
 }
 
+/// Keys of lengths around `size`, which are not normalised, with plain steps. Longer than 1 with
+/// steps of up to 2 the state grows along them, faster than gates decay it, and no bound of gates
+/// alone holds.
+inline check::Inputs growing(Gates gates, double size, double beta) {
+  check::Inputs inputs = inputs_of({.lengths = {200}, .gates = gates});
+  Problem& p = inputs.problem;
+  p.qk_l2norm = false;
+  for (int64_t i = 0; i < p.num_tokens * p.num_heads * p.key_dim; ++i)
+    for (io::Buffer* rows : {&inputs.q, &inputs.k})
+      store_double(rows->data(), p.q.dtype, i,
+                   size * load_double(rows->data(), p.q.dtype, i) / std::sqrt(p.key_dim));
+  set_betas(&inputs, beta);
+  return inputs;
+}
+
+/// Nine chunks of 64 tokens: so many that grow, one that forgets by 2^-20 what is in front of it,
+/// and others that forget next to nothing; `backwards`: from the last one to the first.
+inline check::Inputs chunks_that_grow(int64_t chunks, bool backwards = false) {
+  check::Inputs inputs =
+      inputs_of({.lengths = {9 * 64}, .HV = 1, .gates = Gates::kZero, .initial_state = false});
+  for (int64_t t = 0; t < inputs.problem.num_tokens; ++t) {
+    const int64_t chunk = backwards ? 8 - t / 64 : t / 64;
+    store_double(inputs.g.data(), inputs.problem.g.dtype, t,
+                 chunk < chunks ? 0.1 : (chunk == chunks ? -0.222 : -0.01));
+  }
+  return inputs;
+}
+
 }  // namespace kda::test::gdn

@@ -2,23 +2,29 @@
 // The backward of cuda.sm90.gdn: what it serves and how it plans. Its launches:
 // cuda/gdn/backward/launches.cpp.
 #include <algorithm>
+#include <cmath>
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
-#include "cuda/common/cost_model.hpp"
+#include "cuda/gdn/backward/cost.hpp"
 #include "cuda/gdn/backward/launches.hpp"
 #include "cuda/gdn/factors.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/device.hpp"
 #include "cuda/rows.hpp"
+#include "cuda/segments/kernels.hpp"
+#include "cuda/staged/backward/cost.hpp"
 #include "cuda/staged/backward/kernels.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::gdn {
 namespace {
+
+/// Of workspace, twice what the staged backend takes at most.
+constexpr double kMostBytes = 2 * staged::kGroupBytes;
 
 /// Its kernels have tiles of 128 channels, whatever K is.
 std::string decline(const Problem& p) { return kForward.head.decline(p); }
@@ -34,12 +40,51 @@ std::string decline_gradients(const Gradients& g) {
   return {};
 }
 
+/// Cuts sequences by the policy asked for.
+void cut(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const bool invariant = plan.problem.batch_invariant;
+  if (invariant && plan.requested.context_parallel == SegmentPolicy::kAuto)
+    return builder.reason("batch_invariant: auto cuts no backward");
+  builder.cut({.automatic =
+                   [&](const plan::Workload& work, CostEstimate* cost) {
+                     return auto_backward_partition(work, plan.device, cost);
+                   },
+               .unit = kChunk});
+  if (!plan.segmented) return;
+  builder.set_segment_method(SegmentMethod::kScanMergeForward);
+  builder.set_early_exit(!invariant);
+  if (plan.early_exit) builder.reason("M is dropped where the gates bound it by 2^-20");
+}
+
+void list_segments(plan::PlanBuilder& builder, bool tokens) {
+  const Plan& plan = builder.plan();
+  const Problem& p = plan.problem;
+  const int64_t HV = p.num_value_heads, states = p.num_sequences * HV;
+  const bool hopper = merges_on_hopper(plan.device, p.key_dim);
+  builder.stage("segment_scan", static_cast<int64_t>(plan.segments.size()) * HV,
+                "B, M and D of segments, of what is not forgotten");
+  builder.kernel("segment_scan", "gdn_backward_scan_sm90", "both directions at once");
+  if (tokens) {
+    builder.stage("segment_merge", states, "states before segments, in order");
+    builder.kernel("segment_merge",
+                   hopper ? "gdn_both_merges_sm90" : merge_kernel(plan.device, p.key_dim));
+  }
+  builder.stage("reverse_merge", states, "dS behind segments, right to left");
+  builder.kernel("reverse_merge", hopper ? "gdn_both_merges_sm90" : "reverse_merge");
+}
+
 void list(plan::PlanBuilder& builder, int64_t chunks, bool tokens) {
-  const Problem& p = builder.plan().problem;
-  const int64_t HV = p.num_value_heads, chains = p.num_sequences * HV * tiles_of(p.value_dim);
+  const Plan& plan = builder.plan();
+  const Problem& p = plan.problem;
+  const int64_t HV = p.num_value_heads,
+                sequences =
+                    plan.segmented ? static_cast<int64_t>(plan.segments.size()) : p.num_sequences,
+                chains = sequences * HV * tiles_of(p.value_dim);
   builder.stage("chunk_intra", chunks * p.num_heads,
                 "factors of one chunk and all value heads of a q/k head a task");
   builder.kernel("chunk_intra", "gdn_intra_sm90, backward");
+  if (plan.segmented) list_segments(builder, tokens);
   if (tokens) builder.stage("chunk_delta_h", chains, "states before chunks and their errors");
   builder.stage("chunk_reverse", chains, "dS behind chunks, dv, right to left");
   builder.kernel(tokens ? "chunk_delta_h" : "chunk_reverse", "gdn_backward_chains_sm90");
@@ -54,6 +99,74 @@ void list(plan::PlanBuilder& builder, int64_t chunks, bool tokens) {
   builder.kernel("backward_parameters", "backward_parameters");
 }
 
+/// M, B, D, the states before segments and dS behind them; a word for each direction.
+void book_segments(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  if (!plan.segmented) return;
+  const Problem& p = plan.problem;
+  plan::book_segments(builder, plan.segments.size());
+  const std::size_t states = plan.segments.size() * static_cast<std::size_t>(p.num_value_heads);
+  const auto bytes = static_cast<std::size_t>(p.key_dim * p.value_dim) * sizeof(float);
+  builder.book(block::kSegmentD, states, bytes);
+  builder.book(block::kSegmentDStates, states, bytes);
+  builder.book(block::kGdnForgotten, plan.early_exit ? 2 * states : 0, sizeof(int32_t));
+}
+
+/// Bytes of a chunk in the blocks of plan_backward(), but for what is small.
+constexpr std::size_t kRowBytes = kChunk * kMostK * sizeof(uint16_t);
+constexpr std::size_t kStateBytes = kVTile * kMostK * sizeof(uint16_t);
+constexpr std::size_t kValueBytes = kChunk * kVTile * sizeof(uint16_t);
+constexpr std::size_t kSquareBytes = kSquare * sizeof(uint16_t);
+
+/// By bounds, so that a plan from bounds says the same as one from lengths.
+double workspace_bytes(const Problem& p) {
+  const double value_head =
+      2 * kSquareBytes + sizeof(Numbers) + sizeof(BackwardNumbers) +
+      static_cast<double>(tiles_of(p.value_dim)) * 2 * (kStateBytes + kValueBytes);
+  return static_cast<double>(bound_of_chunks(p)) *
+         (static_cast<double>(p.num_heads) * 2 * kRowBytes +
+          static_cast<double>(p.num_value_heads) * value_head);
+}
+
+/// The staged backend is the next one. It works in groups of heads where all of them would need
+/// more memory than `kMostBytes`, and cuts where only the GPU knows the lengths.
+std::string defer(const registry::Request& request) {
+  const Problem& p = request.problem;
+  const registry::Head& staged = staged::kBackward.head;
+  if (!request.gradients || !staged.decline(p).empty() ||
+      !staged.decline_gradients(*request.gradients).empty())
+    return {};
+  if (request.options.spans) return "spans: it has no two phases";
+  // Uncut it was measured to be the faster one, whatever the lengths, which may not decide here.
+  const SegmentPolicy policy = request.options.context_parallel;
+  if (p.batch_invariant || policy == SegmentPolicy::kOff) return {};
+  if (const double bytes = workspace_bytes(p); bytes > kMostBytes)
+    return cat("its workspace of ", bytes / 1e9, " GB has all heads; above ", kMostBytes / 1e9,
+               " GB cuda.sm80.staged has groups of them");
+  if (policy != SegmentPolicy::kAuto) return {};
+  plan::Workload work = plan::workload_of(p, request.cu_seqlens, request.device);
+  const bool known = !request.cu_seqlens.empty();
+  if (!known) work.lengths = {p.num_tokens};
+  const double own = known ? backward_to_beat_us(work, request.device)
+                           : whole_backward_us(cost_input(work, request.device));
+  const double other = staged::backward_to_beat_us(work, request.device);
+  if (own <= other) return {};
+  return cat(
+      "predicted: ", std::llround(own),
+      known ? " us where heads forget nothing" : " us of one sequence, which it does not cut",
+      "; cuda.sm80.staged ", std::llround(other), " us");
+}
+
+void predict(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  if (!plan.lengths_known || plan.problem.num_sequences == 0) return;
+  const plan::Workload work = builder.workload();
+  const CostInput in = cost_input(work, plan.device);
+  builder.predict({.roofline_us = cuda::backward::least_us(in),
+                   .serial_us = whole_backward_us(in),
+                   .segmented_us = plan.cost.segmented_us});
+}
+
 void plan_backward(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
@@ -61,17 +174,16 @@ void plan_backward(plan::PlanBuilder& builder) {
   const auto tiles = static_cast<std::size_t>(chunks * p.num_value_heads);
   const auto rows = static_cast<std::size_t>(chunks * p.num_heads);
   const auto values = tiles * static_cast<std::size_t>(tiles_of(p.value_dim));
-  constexpr std::size_t kRowBytes = kChunk * kMostK * sizeof(uint16_t);
-  constexpr std::size_t kStateBytes = kVTile * kMostK * sizeof(uint16_t);
-  constexpr std::size_t kValueBytes = kChunk * kVTile * sizeof(uint16_t);
   const bool tokens = staged::wants_tokens(*builder.gradients());
-  builder.reason("segments declined: its backward has none");
+  cut(builder);
   list(builder, chunks, tokens);
   book_maps(builder);
+  book_segments(builder);
+  predict(builder);
   builder.book(block::kGdnQ, rows, kRowBytes);
   builder.book(block::kGdnK, rows, kRowBytes);
-  builder.book(block::kGdnInverse, tiles, kSquare * sizeof(uint16_t));
-  builder.book(block::kGdnScores, tiles, kSquare * sizeof(uint16_t));
+  builder.book(block::kGdnInverse, tiles, kSquareBytes);
+  builder.book(block::kGdnScores, tiles, kSquareBytes);
   builder.book(block::kGdnNumbers, tiles, sizeof(Numbers));
   builder.book(block::kGdnBackwardNumbers, tiles, sizeof(BackwardNumbers));
   if (!tokens) return;
@@ -92,8 +204,8 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm90.gdn",
                                                   .unavailable = sm90::unavailable,
                                                   .plan = plan_backward,
                                                   .decline = decline,
-                                                  .only_by_name = true,
                                                   .decline_gradients = decline_gradients,
+                                                  .defer = defer,
                                                   .min_compute_capability = 90,
                                                   .max_compute_capability = 90,
                                                   .device_checks = &kDeviceChecks},

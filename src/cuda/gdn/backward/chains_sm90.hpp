@@ -23,11 +23,23 @@ struct BackwardChainsArgs {
   /// From left to right: leaves S0^T in h and E in vn. Without h only its flags are written.
   cuda::ChainArgs errors;
   ReverseArgs reverse;
+  const float* d_states = nullptr;  ///< [spans, HV, K, V]: dS behind segments, not reverse.d_final
   RowView v;
   Factors made;
+
+  // Of a scan.
+  float* D = nullptr;  ///< [spans, HV, K, V]: dS before a segment if that behind it is zero
+  /// [spans, HV] out: whether nothing that is before a segment is left at its end, and nothing of
+  /// dS behind it at its start (gdn/forgotten.cuh). Null: M is kept.
+  int32_t *forgets_before = nullptr, *forgets_behind = nullptr;
 };
 
 /// Neither chain needs anything of the other: one launch has the blocks of both.
 Status launch_backward_chains(const HeadGates<BackwardChainsArgs>& args, const Launch& launch);
+
+/// What merges of segments need: D of all but first segments, B of all but last ones, where
+/// errors.h is given, and M of those whose M is read and not known to be small; zeros of the
+/// others.
+Status launch_backward_scan(const HeadGates<BackwardChainsArgs>& args, const Launch& launch);
 
 }  // namespace kda::cuda::gdn

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm90.gdn: factors of all chunks, both chains, gradients of all chunks, sums
 // for parameters. docs/design/gdn_backward.md has the bytes that each launch reads and writes.
+// Segments have a scan and a merge between the first two, each of both directions.
 #include "cuda/gdn/backward/launches.hpp"
 
 #include "core/text.hpp"
@@ -9,10 +10,14 @@
 #include "cuda/gdn/backward/grad_sm90.hpp"
 #include "cuda/gdn/intra_sm90.hpp"
 #include "cuda/gdn/launches.hpp"
+#include "cuda/gdn/merge_sm90.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/device.hpp"
 #include "cuda/recurrent/backward/gradients.hpp"
+#include "cuda/segments/kernels.hpp"
+#include "cuda/segments/launches.hpp"
+#include "cuda/staged/backward/reverse_merge.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "plan/ledger.hpp"
 
@@ -29,15 +34,33 @@ struct Parts {
   void *h = nullptr, *errors = nullptr, *dh = nullptr, *dz = nullptr;
   bool tokens = false;  ///< gradients are wanted that tokens have from states
 
+  // Of segments, null without any.
+  float *M = nullptr, *B = nullptr, *states = nullptr;  ///< states before segments
+  float *D = nullptr, *d_states = nullptr;              ///< dS behind segments
+  int32_t *forgets_before = nullptr, *forgets_behind = nullptr;
+
   explicit Parts(const stage::Backward& call) : b(call), made(factors_of(call.call)) {
     numbers = static_cast<BackwardNumbers*>(find(block::kGdnBackwardNumbers));
     h = find(block::kChunkStates), errors = find(block::kBackwardErrors);
     dh = find(block::kChunkDStates), dz = find(block::kBackwardDz);
     tokens = staged::wants_tokens(call.gradients);
+    if (!segmented()) return;
+    M = floats(stage::kSegmentM.name), B = floats(stage::kSegmentB.name);
+    states = floats(stage::kSegmentStates.name);
+    D = floats(block::kSegmentD), d_states = floats(block::kSegmentDStates);
+    auto* flags = static_cast<int32_t*>(find(block::kGdnForgotten));
+    if (!flags) return;
+    forgets_before = flags;
+    // Where nothing but final states has a gradient, all is left of it.
+    if (call.gradients.d_o)
+      forgets_behind = flags + b.call.plan->segments.size() *
+                                   static_cast<std::size_t>(b.call.problem.num_value_heads);
   }
+  bool segmented() const { return b.call.plan->segmented; }
 
  private:
-  void* find(const char* name) const {
+  float* floats(std::string_view name) const { return static_cast<float*>(find(name)); }
+  void* find(std::string_view name) const {
     return plan::find_block(*b.call.plan, b.call.workspace, name);
   }
 };
@@ -64,7 +87,48 @@ HeadGates<BackwardChainsArgs> chains_args(const Parts& parts) {
   args.reverse.dv = given.dv, args.reverse.d_initial = given.d_initial;
   args.v = given.v;
   args.made = parts.made;
+  args.errors.M = parts.M, args.errors.B = parts.B;
+  args.D = parts.D;
+  args.forgets_before = parts.forgets_before, args.forgets_behind = parts.forgets_behind;
   return with_head_gates(parts.b.call.problem, args);
+}
+/// From states before segments and dS behind them.
+HeadGates<BackwardChainsArgs> segment_chains_args(const Parts& parts) {
+  HeadGates<BackwardChainsArgs> args = chains_args(parts);
+  args.errors.states_in = parts.states;
+  args.d_states = parts.d_states;
+  return args;
+}
+
+MergeArgs merge_args(const Parts& parts, const StateView& initial, const float* B, float* states,
+                     const int32_t* forgotten) {
+  MergeArgs args;
+  args.shape = parts.given.shape, args.map = parts.maps.map;
+  args.segment_offsets = parts.maps.segment_offsets;
+  args.initial = initial;
+  args.M = parts.M, args.B = B, args.states_in = states;
+  args.forgotten = forgotten;
+  return args;
+}
+
+Status merge(const Parts& parts, const Launch& where) {
+  const Problem& p = parts.b.call.problem;
+  const MergeArgs states =
+      merge_args(parts, parts.given.initial, parts.B, parts.states, parts.forgets_before);
+  const MergeArgs gradients =
+      merge_args(parts, parts.given.d_final, parts.D, parts.d_states, parts.forgets_behind);
+  if (merges_on_hopper(parts.b.call.plan->device, p.key_dim))
+    return launch_both_merges(parts.tokens ? &states : nullptr, gradients, where);
+  if (parts.tokens)
+    KDA_RETURN_IF_ERROR(cuda::launch_merge(states, /*hopper=*/false, {where.stream}));
+  return launch_reverse_merge(gradients, {where.stream});
+}
+
+Status run_chains(const Parts& parts, const Launch& early) {
+  if (!parts.segmented()) return launch_backward_chains(chains_args(parts), early);
+  KDA_RETURN_IF_ERROR(launch_backward_scan(chains_args(parts), early));
+  KDA_RETURN_IF_ERROR(merge(parts, early));
+  return launch_backward_chains(segment_chains_args(parts), early);
 }
 
 HeadGates<GradArgs> grad_args(const Parts& parts) {
@@ -97,10 +161,10 @@ Status backward(const stage::Backward& b) {
     const stage::Call& call = b.call;
     const Launch early{call.stream, true};
     Parts parts(b);
-    KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &parts.maps));
+    KDA_RETURN_IF_ERROR(make_sequence_maps(call, call.plan->segments, false, &parts.maps));
     set_gradient_views(b, parts.maps, &parts.given);
     KDA_RETURN_IF_ERROR(launch_intra(backward_intra_args(parts), launch_after(call, parts.maps)));
-    KDA_RETURN_IF_ERROR(launch_backward_chains(chains_args(parts), early));
+    KDA_RETURN_IF_ERROR(run_chains(parts, early));
     if (!parts.tokens) return {};
     KDA_RETURN_IF_ERROR(launch_chunk_grad(grad_args(parts), call.plan->device.num_sms, early));
     return parts.given.sums ? launch_parameters(parameter_args(parts), early) : Status{};

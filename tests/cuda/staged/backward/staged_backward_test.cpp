@@ -39,7 +39,8 @@ bool has_half_chains(const Inputs& inputs) {
 
 /// As test::expect_gradients_within(), by the staged backward. `buffers` have d_o.
 void expect_buffers_within(const Inputs& inputs, GradientBuffers buffers, bool many,
-                           const std::string& what, const test::BackwardRun& run = {}) {
+                           const std::string& what, test::BackwardRun run = {}) {
+  if (run.backend.empty()) run.backend = kName;
   test::BackwardCall call(inputs, buffers.gradients, run);
   ASSERT_EQ(call.plan.plan.implementation, kName) << what;
   test::expect_gradients_within(inputs, std::move(buffers), &call, many, has_half_chains(inputs),
