@@ -24,9 +24,9 @@ __device__ __forceinline__ int fold_end(const Start& start, int at, int target) 
   return min(target, boundary - start.folded);
 }
 
-/// This warp's channels of rows [at, end) of keys become k_i D(end, i), and those of the first
-/// one's decays D(end, at - 1). A product runs from the newest row to the oldest, so that a decay
-/// of 0 makes what is in front of it vanish.
+/// This warp's channels of rows [at, end) of keys become k_i D(end, i), normalised, and those of
+/// the first one's decays D(end, at - 1). A product runs from the newest row to the oldest, so that
+/// a decay of 0 makes what is in front of it vanish.
 template <class Rows>
 __device__ void prepare_fold(const Rows& rows, int part, int at, int end) {
   constexpr int kSide = 4;  // rows that are read side by side
@@ -43,144 +43,187 @@ __device__ void prepare_fold(const Rows& rows, int part, int at, int end) {
 #pragma unroll
     for (int j = 0; j < kSide; ++j) {
       if (last - j < at) continue;
-      rows.k(last - j)[channel] = key[j] * product;
+      rows.k(last - j)[channel] = key[j] * product * rows.key_factor(last - j);
       product *= decay[j];
     }
   }
   rows.decay(at)[channel] = product;
 }
 
-/// Scores of a token with the rows i in front of it, newest first: k D(t, i) . k_i and q D(t, i) .
-/// k_i, summed over a part of the channels, kRound rows at a time. Then what meets S_0: k D(t, 0)
-/// and q D(t, 0).
-template <class Rows>
-__device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, int token,
-                                            int in_batch, int part) {
-  const int x = path.sure + token, channel = part * kPart + rows.lane;
-  const float key = rows.k(x)[channel], query = rows.query(token, part);
-  float product = rows.decay(x)[channel];
-  int at = path.before(x);
-#pragma unroll 1
-  for (int round = 0; at >= path.first; ++round) {
-    float sums[2 * kRound];
-#pragma unroll
-    for (int i = 0; i < kRound; ++i) {
-      const bool is_there = at >= path.first;
-      const int row = max(at, path.first);
-      const float decayed = is_there ? product * rows.k(row)[channel] : 0.0f;
-      sums[i] = decayed * key, sums[kRound + i] = decayed * query;
-      if (is_there) product *= rows.decay(row)[channel];
-      at = path.before(at);
-    }
-    reduce_scatter<2 * kRound, 16>(sums);
-    constexpr int kLanes = 16 / kRound;  // that end with the same sum
-    if (rows.lane % kLanes == 0) rows.scores(in_batch, round, part)[rows.lane / kLanes] = sums[0];
-  }
-  rows.with_state(in_batch, false)[channel] = key * product;
-  rows.with_state(in_batch, true)[channel] = query * product;
-  float own[2] = {query * query, query * key};
-  reduce_scatter<2, 16>(own);
-  if (rows.lane % 16 == 0) rows.of_q(token, part)[rows.lane / 16] = own[0];
-}
+/// Which rows in front of a token a warp scores: pairs of neighbours on the path, newest first,
+/// every `count`th from the `index`th on.
+struct Share {
+  int index, count;  ///< of a power of two
 
-/// Scores of a round over all channels, in pairs of k and q.
-template <class Rows>
-__device__ __forceinline__ const float* sum_scores(const Rows& rows, int in_batch, int round) {
-  __syncwarp();  // those of the round before have been read
-  if (rows.lane < 2 * kRound) {
-    const float* scores = rows.scores(in_batch, round, 0) + rows.lane;
-    float sum = 0;
-#pragma unroll
-    for (int part = 0; part < Rows::kParts; ++part) sum += scores[part * 2 * kRound];
-    rows.pairs()[rows.lane % kRound * 2 + rows.lane / kRound] = sum;
-  }
-  __syncwarp();
-  return rows.pairs();
-}
-
-/// A lane's column of the tile, whose sums it has: one of a few lanes that share it, or alone.
-template <int kK>
-struct Column {
-  static constexpr int kLanes = 32 / kTileColumns<kK>;
-  int at;
-  bool is_there, writes;
-
-  __device__ Column(int column0, int lane, int V)
-      : at(column0 + lane / kLanes), is_there(at < V), writes(is_there && lane % kLanes == 0) {}
+  __device__ bool has(int pair) const { return (pair & (count - 1)) == index; }
+  __device__ bool is_last() const { return index == count - 1; }
 };
 
-/// Rows of v_new take the factors that normalise their keys, of this warp's columns.
+/// The sums of two rows with a key and a query, decayed by `product`, over all channels; the latter
+/// is that of the second row then.
 template <class Rows>
-__device__ __forceinline__ void scale_v_new(const Rows& rows, const Column<Rows::kKeys>& column) {
-  if (!rows.a.gate.l2norm) return;
-#pragma unroll 1
-  for (int first = 0; first < rows.sure(); first += 32) {
-    const int count = min(rows.sure() - first, 32);
-    const float factor = rows.lane < count ? rows.key_factor(first + rows.lane) : 0.0f;
-#pragma unroll 4
-    for (int i = 0; i < count; ++i) {
-      const float scale = __shfl_sync(~0u, factor, i);
-      if (column.writes) rows.v_new(first + i)[column.at] *= scale;
+__device__ __forceinline__ void score_pair(const Rows& rows, const int (&pair)[2], int first,
+                                           const float (&key)[Rows::kOwn],
+                                           const float (&query)[Rows::kOwn],
+                                           const float (&between)[Rows::kOwn],
+                                           const float (&product)[Rows::kOwn], float2* scores) {
+  float sums[4] = {};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float row[Rows::kOwn];
+    rows.read_own(rows.k(max(pair[r], first)), row);
+#pragma unroll
+    for (int c = 0; c < Rows::kOwn; ++c) {
+      const float decayed = row[c] * (r == 0 ? product[c] : product[c] * between[c]);
+      sums[2 * r] = fmaf(decayed, key[c], sums[2 * r]);
+      sums[2 * r + 1] = fmaf(decayed, query[c], sums[2 * r + 1]);
     }
   }
-  __syncwarp();
+  reduce_scatter<4, 16>(sums);
+  const int sum = rows.lane / 8, row = sum < 2 ? pair[0] : pair[1];
+  if (rows.lane % 8 == 0 && row >= first)
+    reinterpret_cast<float*>(scores)[sum] = sums[0] * rows.key_factor(row);
 }
 
-/// v_new of a token and its output, of the lane's column.
-template <class Tile, class Rows>
-__device__ __forceinline__ void solve(const Rows& rows, const Path& path, const Tile& tile,
-                                      const Column<Rows::kKeys>& column, int token, int in_batch) {
+/// A warp's share of the scores of a token with the rows i in front of it: k D(t, i) . k_i and q
+/// D(t, i) . k_i, with k_i normalised. The last warp goes on to what meets S_0: k D(t, 0) and q
+/// D(t, 0). A product runs from the newest row to the oldest, so it is the same for every cut into
+/// calls.
+template <class Rows>
+__device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, int token,
+                                            int in_batch, Share share) {
+  constexpr int kOwn = Rows::kOwn;
+  const int x = path.sure + token;
+  float key[kOwn], query[kOwn], product[kOwn];
+  rows.read_own(rows.k(x), key);
+  rows.read_query(token, query);
+  rows.read_own(rows.decay(x), product);
+  if (share.index == 0) {
+    float own[2] = {};
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c)
+      own[0] = fmaf(query[c], query[c], own[0]), own[1] = fmaf(query[c], key[c], own[1]);
+    reduce_scatter<2, 16>(own);
+    if (rows.lane % 16 == 0) reinterpret_cast<float*>(rows.of_q(token))[rows.lane / 16] = own[0];
+  }
+  int pair[2] = {path.before(x), 0};
+#pragma unroll 1
+  for (int i = 0; pair[0] >= path.first; ++i) {
+    pair[1] = path.before(pair[0]);
+    float decay[2][kOwn];
+    rows.read_own(rows.decay(pair[0]), decay[0]);
+    rows.read_own(rows.decay(max(pair[1], path.first)), decay[1]);
+    if (share.has(i)) {
+      score_pair(rows, pair, path.first, key, query, decay[0], product,
+                 rows.scores(in_batch) + 2 * i);
+      // The rows in front are those of other warps.
+      if (!share.is_last() && pair[1] - path.first <= 2 * (share.count - 1)) return;
+    }
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c) product[c] *= decay[0][c];
+    if (pair[1] >= path.first) {
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) product[c] *= decay[1][c];
+    }
+    pair[0] = path.before(pair[1]);
+  }
+  if (!share.is_last()) return;
+#pragma unroll
+  for (int c = 0; c < kOwn; ++c) key[c] *= product[c], query[c] *= product[c];
+  rows.write_own(key, rows.with_state(in_batch, false) + kOwn * rows.lane);
+  rows.write_own(query, rows.with_state(in_batch, true) + kOwn * rows.lane);
+}
+
+/// The columns of which a warp makes v_new. Two lanes have one.
+struct Column {
+  int first, at, half;
+  bool is_there;
+
+  __device__ Column(int first_of_warp, int lane, int V)
+      : first(first_of_warp), at(first + lane / 2), half(lane % 2), is_there(at < V) {}
+};
+
+/// v_new of a token and its output, of the lane's column. kParts: of products with S_0.
+template <int kParts, class Rows>
+__device__ __forceinline__ void solve(const Rows& rows, const Path& path, const Column& column,
+                                      int token, int in_batch) {
   const TailArgs& a = rows.a;
   const int x = path.sure + token;
-  float with_k, with_q;
-  tile.multiply(rows.with_state(in_batch, false), rows.with_state(in_batch, true), &with_k,
-                &with_q);
+  const float2* scores = rows.scores(in_batch) + column.half;
+  float with_k = 0, with_q = 0;
+  // A lane has every other row.
   int at = path.before(x);
-#pragma unroll 1
-  for (int round = 0; at >= path.first; ++round) {
-    const float* pairs = sum_scores(rows, in_batch, round);
-#pragma unroll
-    for (int i = 0; i < kRound; i += 2) {
-      const float4 two = *reinterpret_cast<const float4*>(pairs + 2 * i);
-      const int next = path.before(at);
-      // Scores past the first row are 0.
-      const float newer = rows.v_new(max(at, path.first))[column.at];
-      const float older = rows.v_new(max(next, path.first))[column.at];
-      with_k = fmaf(two.x, newer, with_k), with_q = fmaf(two.y, newer, with_q);
-      with_k = fmaf(two.z, older, with_k), with_q = fmaf(two.w, older, with_q);
-      at = path.before(next);
-    }
+  if (column.half == 1) at = path.before(at);
+#pragma unroll 2
+  for (; at >= path.first; scores += 2) {
+    const float2 score = *scores;
+    const float v_new = rows.v_new(at)[column.at];
+    with_k = fmaf(score.x, v_new, with_k), with_q = fmaf(score.y, v_new, with_q);
+    at = path.before(path.before(at));
   }
-  if (!column.is_there) return;
+  __syncwarp();
+  with_k = sum_over(with_k, 1, 2), with_q = sum_over(with_q, 1, 2);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    with_k += rows.product(in_batch, false, part)[column.at];
+    with_q += rows.product(in_batch, true, part)[column.at];
+  }
+  if (!column.is_there || column.half == 1) return;
   const float factor = rows.key_factor(x);
   const float2 of_q = rows.query_factors(token);
   const float v_new = rows.beta(token) * (rows.value(token, column.at) - factor * with_k);
-  const float scaled = factor * v_new;
-  if (!column.writes) return;
-  const float o = a.gate.scale * of_q.x * fmaf(of_q.y, scaled, with_q);
+  const float o = a.gate.scale * of_q.x * fmaf(of_q.y, factor * v_new, with_q);
   const RowView& view = a.tail_v_new;
   static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column.at] = v_new;
-  rows.v_new(x)[column.at] = scaled;
+  rows.v_new(x)[column.at] = v_new;
   store_element(a.o.base, a.o.type, rows.token_at(a.o, rows.unit.head, token) + column.at, o);
 }
 
-/// Folds rows [0, target) into the tile, which is written wherever S_0 changes. A bf16 state goes
-/// on from what was written.
+/// Where S_0 lies, and where it is written to; -1: it is zero, it is not written.
+struct State {
+  int64_t from, to;
+  int folded;  ///< rows that are folded into it
+};
+
+__device__ __forceinline__ State state_of(const TailArgs& a, const Start& start, int target) {
+  const bool moves = a.settle && start.source != start.slot;
+  return {start.source, target > 0 || start.source < 0 || moves ? start.slot : -1, target};
+}
+
+/// Folds rows [0, folded) into a patch of S_0, in groups.
 template <class Tile, class Rows>
-__device__ __forceinline__ void fold(const Rows& rows, int target, Tile* tile) {
-  const TailArgs& a = rows.a;
-  const Start& start = rows.start;
+__device__ __forceinline__ void fold(const Rows& rows, int folded, const Tile& tile, int j,
+                                     typename Tile::Patch& x) {
 #pragma unroll 1
-  for (int at = 0; at < target;) {
-    const int end = fold_end(start, at, target);
-    tile->fold({rows.k(at), rows.v_new(at), rows.decay(at), end - at, rows.columns()});
-    if constexpr (!Rows::kIsDense)
-      if (a.initial.bf16) tile->round();
+  for (int at = 0; at < folded;) {
+    const int end = fold_end(rows.start, at, folded);
+    tile.fold({rows.k(at), rows.v_new(at), rows.decay(at), end - at, rows.columns()}, j, x);
     at = end;
   }
-  const bool moves = a.settle && start.source != start.slot;
-  if (target > 0 || start.source < 0 || moves)
-    tile->store(a.initial, a.shape, start.slot, rows.unit.head);
+}
+
+/// S_0 in the columns of a tile: folds rows, writes what has changed, and makes its products with
+/// `count` tokens of the batch from the `first` on, but no more than two.
+template <class Tile, class Rows>
+__device__ __forceinline__ void multiply_state(const Rows& rows, const Tile& tile,
+                                               const State& state, int first, int count) {
+  float sums[4][4] = {};  // with k and q, of the first token and of the second
+  const int64_t from = tile.place(state.from), to = tile.place(state.to);
+#pragma unroll 1
+  for (int j = 0; j < Tile::kPatches; ++j) {
+    typename Tile::Patch x = {};
+    if (state.from >= 0) tile.load(from, j, x);
+    if (state.to >= 0) {
+      fold(rows, state.folded, tile, j, x);
+      tile.store(to, j, x);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i < 2 * count) tile.multiply(rows.with_state(first + i / 2, i % 2), j, x, sums[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (i < 2 * count) tile.store_sums(sums[i], rows.product(first + i / 2, i % 2, tile.part));
 }
 
 __device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
@@ -199,17 +242,14 @@ __device__ __forceinline__ void prefetch_state(const TailArgs& a, int64_t slot, 
       kK * kK * size);
 }
 
-/// The state that a later block will load, for the L2 (decode::Ahead), and the word that says which
-/// rows it will.
-template <int kK>
-__device__ __forceinline__ void prefetch_ahead(const TailArgs& a) {
-  const unsigned block = blockIdx.x + a.ahead;
-  if (a.ahead == 0 || block >= gridDim.x || threadIdx.x != 0) return;
-  const Unit unit = unit_of(a, block - (a.flags ? 1 : 0));
-  const int64_t slot = decode::slots_of(a, unit.n).source;
-  if (slot < 0) return;
-  ptx::prefetch_l2(folded_word(a, slot, unit.head));
-  prefetch_state<kK>(a, slot, unit.head);
+/// Asks the L2 for S_0. Where more blocks wait than run, only when rows have been made: S_0 of all
+/// that run would not stay there until it is read.
+template <class Rows>
+__device__ __forceinline__ void prefetch_state_of(const Rows& rows, bool rows_are_made) {
+  const TailArgs& a = rows.a;
+  const bool late = gridDim.x > 2 * a.ahead;
+  if (threadIdx.x == 0 && late == rows_are_made && rows.start.source >= 0)
+    prefetch_state<Rows::kKeys>(a, rows.start.source, rows.unit.head);
 }
 
 /// Rows in shared memory, those of the tokens in the tail, and those that fold ready for it.
@@ -218,7 +258,7 @@ __device__ __forceinline__ Path make_rows(Rows* rows) {
   const TailArgs& a = rows->a;
   const Start& start = rows->start;
   rows->load();
-  if constexpr (Rows::kIsDense) prefetch_ahead<Rows::kKeys>(a);
+  if constexpr (Rows::kIsDense) prefetch_state_of(*rows, false);
   if (a.parents) {
     for (int t = static_cast<int>(threadIdx.x); t < rows->count; t += static_cast<int>(blockDim.x))
       rows->before()[t] =
@@ -226,6 +266,7 @@ __device__ __forceinline__ Path make_rows(Rows* rows) {
     __syncthreads();
   }
   rows->make();
+  if constexpr (Rows::kIsDense) prefetch_state_of(*rows, true);
   const int target = fold_target(a, start) - start.folded;
   for (int part = rows->warp; part < Rows::kParts; part += rows->warps)
     for (int at = 0; at < target; at = fold_end(start, at, target))
@@ -243,68 +284,61 @@ __device__ void zero_outputs(const TailArgs& a, const Unit& unit, const TokenRan
     decode::zero_rows<kColumns<kK>>(a, unit, tokens, end, column);
 }
 
-/// Asks for S_0, or makes it zero.
-template <class Rows, class Tile>
-__device__ __forceinline__ void load_columns(const Rows& rows, int64_t source, Tile* tile) {
-  constexpr bool kDense = Rows::kIsDense;
-  if (!kDense || source < 0) tile->clear();
-  if (!kDense && tile->column0 >= rows.a.shape.V) return;
-  if (source >= 0) tile->load(rows.a.initial, rows.a.shape, source, rows.unit.head);
-}
-
-/// Scores of a batch of tokens from `token` on. The block meets behind.
+/// Scores of a batch of tokens from `token` on: a warp has a few tokens, or several have one. The
+/// block meets behind.
 template <class Rows>
 __device__ __forceinline__ void make_batch(const Rows& rows, const Path& path, int token) {
   const int count = min(rows.count - token, kBatch);
+  int sharing = rows.warps;  // a power of two: warps that have a token
+  while (sharing > 1 && sharing * count > rows.warps) sharing /= 2;
 #pragma unroll 1
-  for (int t = 0; t < count; ++t)
-    for (int part = rows.warp; part < Rows::kParts; part += rows.warps)
-      make_scores(rows, path, token + t, t, part);
+  for (int t = rows.warp / sharing; t < count; t += rows.warps / sharing)
+    make_scores(rows, path, token + t, t, {rows.warp % sharing, sharing});
   __syncthreads();
 }
 
 /// S_0, folds, then the tokens, in the columns of a tile. All warps of the block are here, those of
 /// no column too.
 template <class Rows, class Tile>
-__device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, Tile* tile) {
+__device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, const Tile& tile,
+                                            const Column& column) {
   constexpr bool kDense = Rows::kIsDense;
-  load_columns(rows, rows.start.source, tile);
-  const Column<Rows::kKeys> column(tile->column0, rows.lane, rows.a.shape.V);
-  const bool mine = kDense || tile->column0 < rows.a.shape.V;
-  make_batch(rows, path, 0);
-  if (mine) {
-    scale_v_new(rows, column);
-    fold(rows, path.first, tile);
-  }
+  State state = state_of(rows.a, rows.start, path.first);
+  const bool mine = kDense || column.first < rows.a.shape.V;
 #pragma unroll 1
-  for (int token = 0; token < rows.count; ++token) {
-    const int in_batch = token % kBatch;
-    if (token > 0 && in_batch == 0) {
-      __syncthreads();  // the batch before has been read
-      make_batch(rows, path, token);
+  for (int token = 0; token < max(rows.count, 1); token += kBatch) {
+    if (token > 0) __syncthreads();  // the batch before has been read
+    make_batch(rows, path, token);
+    const int count = min(rows.count - token, kBatch);
+#pragma unroll 1
+    for (int t = 0; mine && t < max(count, 1); t += 2) {
+      multiply_state(rows, tile, state, t, count - t);
+      if (state.to >= 0) state = {state.to, -1, 0};
     }
-    if (mine) solve(rows, path, *tile, column, token, in_batch);
-    __syncwarp();
+    if constexpr (Tile::kParts > 1)
+      __syncthreads();
+    else
+      __syncwarp();
+    if (!mine) continue;
+#pragma unroll 1
+    for (int t = 0; t < count; ++t) {
+      solve<Tile::kParts>(rows, path, column, token + t, t);
+      __syncwarp();
+    }
   }
   if (!kDense) __syncthreads();
 }
 
-/// Warps of a dense block, and blocks of an SM: as many as its registers have states for.
+/// Warps of a dense block. An SM has 32 of them: each waits for memory and for its own sums.
 template <int kK>
-constexpr int kWarps = kK / kTileColumns<kK>;
-template <int kK, bool kPacked>
-constexpr int kBlocks = kK == 64  ? 8
-                        : kPacked ? 4
-                                  : 3;
+constexpr int kWarps = kK / kTileColumns;
 
-/// Registers have S_0 from where scores are made: in front of that the L2 is asked for it, and rows
-/// take the registers.
 template <int kK, Access kAccess, bool kPacked>
 __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps : kWarps<kK>),
-                                  kAccess == Access::kScalar ? 1 : kBlocks<kK, kPacked>)
+                                  kAccess == Access::kScalar ? 1 : 32 / kWarps<kK>)
     tail_kernel(const __grid_constant__ TailArgs a) {
   constexpr bool kDense = kAccess != Access::kScalar;
-  using Tile = typename BoundaryTile<kK, kAccess, kPacked>::Type;
+  using Columns = Tile<kK, kAccess, kPacked>;
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   const unsigned of_flags = a.flags ? 1 : 0;  // the first block: it may take longest
@@ -313,26 +347,16 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
   const TokenRange tokens = decode::tokens_of(a, unit.n);
   const int count = num_computed(a, unit.n, tokens);
   Start start = place_of(a, unit.n);
-  if constexpr (kDense) {
-    // Nobody has asked for the states of the first blocks.
-    const bool is_first = threadIdx.x == 0 && blockIdx.x < a.ahead;
-    if (is_first && !start.skip && start.source >= 0)
-      prefetch_state<kK>(a, start.source, unit.head);
-  }
   read_folded(a, unit.n, unit.head, &start);
   if (start.skip || count < 0) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
   Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
   const Path path = make_rows(&rows);
-  const int column0 = rows.warp * kTileColumns<kK>;
-  if constexpr (kDense) {
-    Tile tile(column0);
-    run_columns(rows, path, &tile);
-  } else {
 #pragma unroll 1
-    for (int group = 0; group < a.shape.V; group += rows.warps * kTileColumns<kK>) {
-      Tile tile(group + column0);
-      run_columns(rows, path, &tile);
-    }
+  for (int group = 0; group < a.shape.V; group += rows.warps * kTileColumns) {
+    const Columns tile(a.initial, a.shape, unit.head, group, rows.warp);
+    const Column column(group + rows.warp * kTileColumns, rows.lane, a.shape.V);
+    run_columns(rows, path, tile, column);
+    if constexpr (kDense) break;  // it has them all
   }
   rows.append_head_gates();
   if (threadIdx.x == 0)
