@@ -134,49 +134,30 @@ __device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, 
   rows.write_own(query, rows.with_state(in_batch, true) + kOwn * rows.lane);
 }
 
-/// The columns of which a warp makes v_new. Two lanes have one.
-struct Column {
-  int first, at, half;
-  bool is_there;
-
-  __device__ Column(int first_of_warp, int lane, int V)
-      : first(first_of_warp), at(first + lane / 2), half(lane % 2), is_there(at < V) {}
-};
-
-/// v_new of a token and its output, of the lane's column. kParts: of products with S_0.
-template <int kParts, class Rows>
-__device__ __forceinline__ void solve(const Rows& rows, const Path& path, const Column& column,
-                                      int token, int in_batch) {
+/// v_new of a token and its output, of the lane's column.
+template <class Rows>
+__device__ __forceinline__ void solve(const Rows& rows, const Path& path, int column, int token,
+                                      int in_batch) {
   const TailArgs& a = rows.a;
   const int x = path.sure + token;
-  const float2* scores = rows.scores(in_batch) + column.half;
-  float with_k = 0, with_q = 0;
-  // A lane has every other row.
-  int at = path.before(x);
-  if (column.half == 1) at = path.before(at);
+  const float2* scores = rows.scores(in_batch);
+  float with_k = rows.product(in_batch, false)[column];
+  float with_q = rows.product(in_batch, true)[column];
 #pragma unroll 2
-  for (; at >= path.first; scores += 2) {
-    const float2 score = *scores;
-    const float v_new = rows.v_new(at)[column.at];
+  for (int at = path.before(x); at >= path.first; at = path.before(at)) {
+    const float2 score = *scores++;
+    const float v_new = rows.v_new(at)[column];
     with_k = fmaf(score.x, v_new, with_k), with_q = fmaf(score.y, v_new, with_q);
-    at = path.before(path.before(at));
   }
-  __syncwarp();
-  with_k = sum_over(with_k, 1, 2), with_q = sum_over(with_q, 1, 2);
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    with_k += rows.product(in_batch, false, part)[column.at];
-    with_q += rows.product(in_batch, true, part)[column.at];
-  }
-  if (!column.is_there || column.half == 1) return;
+  if (column >= a.shape.V) return;
   const float factor = rows.key_factor(x);
   const float2 of_q = rows.query_factors(token);
-  const float v_new = rows.beta(token) * (rows.value(token, column.at) - factor * with_k);
+  const float v_new = rows.beta(token) * (rows.value(token, column) - factor * with_k);
   const float o = a.gate.scale * of_q.x * fmaf(of_q.y, factor * v_new, with_q);
   const RowView& view = a.tail_v_new;
-  static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column.at] = v_new;
-  rows.v_new(x)[column.at] = v_new;
-  store_element(a.o.base, a.o.type, rows.token_at(a.o, rows.unit.head, token) + column.at, o);
+  static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column] = v_new;
+  rows.v_new(x)[column] = v_new;
+  store_element(a.o.base, a.o.type, rows.token_at(a.o, rows.unit.head, token) + column, o);
 }
 
 /// Where S_0 lies, and where it is written to; -1: it is zero, it is not written.
@@ -209,7 +190,7 @@ __device__ __forceinline__ void multiply_state(const Rows& rows, const Tile& til
                                                const State& state, int first, int count) {
   float sums[4][4] = {};  // with k and q, of the first token and of the second
   const int64_t from = tile.place(state.from), to = tile.place(state.to);
-#pragma unroll 1
+#pragma unroll 4
   for (int j = 0; j < Tile::kPatches; ++j) {
     typename Tile::Patch x = {};
     if (state.from >= 0) tile.load(from, j, x);
@@ -223,7 +204,7 @@ __device__ __forceinline__ void multiply_state(const Rows& rows, const Tile& til
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    if (i < 2 * count) tile.store_sums(sums[i], rows.product(first + i / 2, i % 2, tile.part));
+    if (i < 2 * count) tile.store_sums(sums[i], rows.product(first + i / 2, i % 2));
 }
 
 __device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
@@ -289,7 +270,7 @@ __device__ void zero_outputs(const TailArgs& a, const Unit& unit, const TokenRan
 template <class Rows>
 __device__ __forceinline__ void make_batch(const Rows& rows, const Path& path, int token) {
   const int count = min(rows.count - token, kBatch);
-  int sharing = rows.warps;  // a power of two: warps that have a token
+  int sharing = rows.warps;  // warps that have a token: a power of two
   while (sharing > 1 && sharing * count > rows.warps) sharing /= 2;
 #pragma unroll 1
   for (int t = rows.warp / sharing; t < count; t += rows.warps / sharing)
@@ -297,45 +278,47 @@ __device__ __forceinline__ void make_batch(const Rows& rows, const Path& path, i
   __syncthreads();
 }
 
-/// S_0, folds, then the tokens, in the columns of a tile. All warps of the block are here, those of
+/// S_0, folds, then the tokens, in the columns of a warp. All warps of the block are here, those of
 /// no column too.
-template <class Rows, class Tile>
-__device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, const Tile& tile,
-                                            const Column& column) {
+template <class Columns, class Rows>
+__device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, int column0) {
   constexpr bool kDense = Rows::kIsDense;
-  State state = state_of(rows.a, rows.start, path.first);
-  const bool mine = kDense || column.first < rows.a.shape.V;
+  const TailArgs& a = rows.a;
+  State state = state_of(a, rows.start, path.first);
+  const bool mine = kDense || column0 < a.shape.V;
 #pragma unroll 1
   for (int token = 0; token < max(rows.count, 1); token += kBatch) {
     if (token > 0) __syncthreads();  // the batch before has been read
     make_batch(rows, path, token);
+    if (!mine) continue;
     const int count = min(rows.count - token, kBatch);
 #pragma unroll 1
-    for (int t = 0; mine && t < max(count, 1); t += 2) {
-      multiply_state(rows, tile, state, t, count - t);
+    for (int t = 0; t < max(count, 1); t += 2) {
+#pragma unroll 1
+      for (int c = 0; c < kWarpColumns; c += Columns::kColumns) {
+        const Columns tile(a.initial, a.shape, rows.unit.head, column0 + c);
+        multiply_state(rows, tile, state, t, count - t);
+      }
       if (state.to >= 0) state = {state.to, -1, 0};
     }
-    if constexpr (Tile::kParts > 1)
-      __syncthreads();
-    else
-      __syncwarp();
-    if (!mine) continue;
+    __syncwarp();
 #pragma unroll 1
     for (int t = 0; t < count; ++t) {
-      solve<Tile::kParts>(rows, path, column, token + t, t);
+      solve(rows, path, column0 + rows.lane, token + t, t);
       __syncwarp();
     }
   }
   if (!kDense) __syncthreads();
 }
 
-/// Warps of a dense block. An SM has 32 of them: each waits for memory and for its own sums.
+/// Warps of a dense block. An SM has 20 of them, with 96 registers each: they wait for memory and
+/// for their own sums, one after the other, so many heads have to be under way.
 template <int kK>
-constexpr int kWarps = kK / kTileColumns;
+constexpr int kWarps = kK / kWarpColumns;
 
 template <int kK, Access kAccess, bool kPacked>
 __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps : kWarps<kK>),
-                                  kAccess == Access::kScalar ? 1 : 32 / kWarps<kK>)
+                                  kAccess == Access::kScalar ? 1 : 20 / kWarps<kK>)
     tail_kernel(const __grid_constant__ TailArgs a) {
   constexpr bool kDense = kAccess != Access::kScalar;
   using Columns = Tile<kK, kAccess, kPacked>;
@@ -352,10 +335,8 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
   Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
   const Path path = make_rows(&rows);
 #pragma unroll 1
-  for (int group = 0; group < a.shape.V; group += rows.warps * kTileColumns) {
-    const Columns tile(a.initial, a.shape, unit.head, group, rows.warp);
-    const Column column(group + rows.warp * kTileColumns, rows.lane, a.shape.V);
-    run_columns(rows, path, tile, column);
+  for (int group = 0; group < a.shape.V; group += rows.warps * kWarpColumns) {
+    run_columns<Columns>(rows, path, group + rows.warp * kWarpColumns);
     if constexpr (kDense) break;  // it has them all
   }
   rows.append_head_gates();

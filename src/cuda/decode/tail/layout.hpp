@@ -36,10 +36,10 @@ struct Layout {
   KDA_HOST_DEVICE_INLINE int32_t v() const { return q() + tokens * keys; }
   /// k and q of a token of the batch, as they meet S_0.
   KDA_HOST_DEVICE_INLINE int32_t with_state() const { return v() + tokens * columns; }
-  /// S_0^T k and S_0^T q likewise, over two parts of the channels.
+  /// S_0^T k and S_0^T q likewise.
   KDA_HOST_DEVICE_INLINE int32_t products() const { return with_state() + batch * 2 * keys; }
   /// Scores of a token of the batch with the rows in front of it, newest first: of k and of q.
-  KDA_HOST_DEVICE_INLINE int32_t scores() const { return products() + batch * 4 * columns; }
+  KDA_HOST_DEVICE_INLINE int32_t scores() const { return products() + batch * 2 * columns; }
   /// Squares of keys: a sum a part.
   KDA_HOST_DEVICE_INLINE int32_t squares() const {
     return scores() + batch * 2 * (rows + rows % 2);

@@ -68,7 +68,7 @@ struct Rows {
   static constexpr int kParts = kK / kPart;
   static constexpr int kGroup = 4;      // rows that are made side by side
   static constexpr int kOwn = kK / 32;  // channels of a lane where a warp has whole rows
-  static constexpr int kSide = 2;       // such rows that are asked for together
+  static constexpr int kSide = 4;       // such rows that are asked for together
   using Own = RawVector<kOwn>;
 
   const TailArgs& a;
@@ -107,9 +107,9 @@ struct Rows {
   __device__ float* with_state(int in_batch, bool of_q) const {
     return shared + layout.with_state() + (2 * in_batch + (of_q ? 1 : 0)) * kK;
   }
-  /// S_0^T of that over a part of the channels, a number a column.
-  __device__ float* product(int in_batch, bool of_q, int part) const {
-    return shared + layout.products() + (4 * in_batch + 2 * part + (of_q ? 1 : 0)) * columns();
+  /// S_0^T of that, a number a column.
+  __device__ float* product(int in_batch, bool of_q) const {
+    return shared + layout.products() + (2 * in_batch + (of_q ? 1 : 0)) * columns();
   }
   /// Scores of a token of the batch with the rows in front of it, newest first, of k and of q.
   __device__ float2* scores(int in_batch) const {

@@ -8,7 +8,7 @@ namespace {
 
 template <int kK, Access kAccess, bool kPacked>
 Status launch_instance(const TailArgs& args, const Launch& where) {
-  const int64_t tiles = (args.shape.V + kTileColumns - 1) / kTileColumns;
+  const int64_t tiles = (args.shape.V + kWarpColumns - 1) / kWarpColumns;
   const auto warps =
       static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::min<int64_t>(tiles, kMostWarps))));
   const int64_t blocks = args.map.num_sequences * args.shape.HV + (args.flags ? 1 : 0);

@@ -15,8 +15,8 @@ __device__ __forceinline__ void spread(const float* from, float (&x)[4]) {
   x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
 }
 
-/// Columns of a warp where it has all channels of them.
-constexpr int kTileColumns = 16;
+/// Columns of a warp, one a lane.
+constexpr int kWarpColumns = 32;
 
 /// Rows that are folded, and the decays that everything in front of them meets.
 struct Folded {
@@ -25,34 +25,28 @@ struct Folded {
 };
 
 /// kScalar: one element at a time, none past K and V, of buffers of either type. Else rows of
-/// exactly kK elements, whole vectors. kPacked: bf16. A load reads 128 bytes of a row of fp32:
-/// where rows are channels a warp has twice the columns, and one of kParts of the channels.
+/// exactly kK elements, whole vectors. kPacked: bf16. A load reads 128 bytes of a row of fp32.
 template <int kK, Access kAccess, bool kPacked>
 struct Tile {
   static constexpr bool kDense = kAccess != Access::kScalar;
   static constexpr bool kRowsAreColumns = kAccess == Access::kVectorsVK;
-  static constexpr int kParts = kAccess == Access::kVectorsKV ? 2 : 1;
-  static constexpr int kColumns = kParts * kTileColumns;
-  static constexpr int kLanes = 128 / kColumns;              // that share columns
-  static constexpr int kPatches = kK / kParts / 4 / kLanes;  // of a lane
-  using Patch = float[4][4];                                 // [channel][column]
+  static constexpr int kColumns = kRowsAreColumns ? 16 : kWarpColumns;
+  static constexpr int kLanes = 128 / kColumns;     // that share columns
+  static constexpr int kPatches = kK / 4 / kLanes;  // of a lane
+  using Patch = float[4][4];                        // [channel][column]
   const StateView& states;
   const Shape& shape;
   const int64_t head;
   const int lane;
-  const int part, column0;
+  const int column0;
 
-  /// Of the `index`th warp from column `first` on.
-  __device__ Tile(const StateView& of, const Shape& sizes, int64_t of_head, int first, int index)
+  __device__ Tile(const StateView& of, const Shape& sizes, int64_t of_head, int first)
       : states(of),
         shape(sizes),
         head(of_head),
         lane(static_cast<int>(threadIdx.x) % 32),
-        part(kParts == 1 ? 0 : index / (kK / kColumns)),
-        column0(first + (kParts == 1 ? index : index % (kK / kColumns)) * kColumns) {}
-  __device__ int channel(int j) const {
-    return part * (kK / kParts) + (j * kLanes + lane % kLanes) * 4;
-  }
+        column0(first) {}
+  __device__ int channel(int j) const { return (j * kLanes + lane % kLanes) * 4; }
   __device__ int column() const { return column0 + lane / kLanes * 4; }
   /// The lane's first element.
   __device__ int64_t place(int64_t slot) const {
