@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/decode/tail/rows.cuh"
+#include "cuda/decode/tail/split.cuh"
 #include "cuda/decode/tail/tile.cuh"
 
 namespace kda::cuda::tail {
@@ -161,7 +162,13 @@ __device__ __forceinline__ void solve(const Rows& rows, const Path& path, const 
   const RowView& view = a.tail_v_new;
   static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column.at] = v_new;
   rows.v_new(x)[column.at] = scaled;
+  if (a.rest.base) rows.append_value(token, column.at);
   store_element(a.o.base, a.o.type, rows.token_at(a.o, rows.unit.head, token) + column.at, o);
+}
+
+/// Whether S_0 is written to the sequence's slot.
+__device__ __forceinline__ bool writes_state(const TailArgs& a, const Start& start, int target) {
+  return target > 0 || start.source < 0 || (a.settle && start.source != start.slot);
 }
 
 /// Folds rows [0, target) into the tile, which is written wherever S_0 changes. A bf16 state goes
@@ -178,9 +185,7 @@ __device__ __forceinline__ void fold(const Rows& rows, int target, Tile* tile) {
       if (a.initial.bf16) tile->round();
     at = end;
   }
-  const bool moves = a.settle && start.source != start.slot;
-  if (target > 0 || start.source < 0 || moves)
-    tile->store(a.initial, a.shape, start.slot, rows.unit.head);
+  if (writes_state(a, start, target)) tile->store(a.initial, a.shape, start.slot, rows.unit.head);
 }
 
 __device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
@@ -189,13 +194,14 @@ __device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
   return {n, a.lengths ? 0 : n, head, q_head_of(a, static_cast<int>(head)), 0};
 }
 
-/// Asks the L2 for a state.
+/// Asks the L2 for a dense state.
 template <int kK>
-__device__ __forceinline__ void prefetch_state(const TailArgs& a, int64_t slot, int64_t head) {
-  const int size = a.initial.bf16 ? 2 : 4;
+__device__ __forceinline__ void prefetch_state(const StateView& states, int64_t slot,
+                                               int64_t head) {
+  const int size = states.bf16 ? 2 : 4;
   ptx::cp_async_bulk_prefetch_l2(
-      reinterpret_cast<uintptr_t>(a.initial.base) +
-          static_cast<uintptr_t>(state_offset(a.initial, slot, head, 0, 0) * size),
+      reinterpret_cast<uintptr_t>(states.base) +
+          static_cast<uintptr_t>(state_offset(states, slot, head, 0, 0) * size),
       kK * kK * size);
 }
 
@@ -209,7 +215,16 @@ __device__ __forceinline__ void prefetch_ahead(const TailArgs& a) {
   const int64_t slot = decode::slots_of(a, unit.n).source;
   if (slot < 0) return;
   ptx::prefetch_l2(folded_word(a, slot, unit.head));
-  prefetch_state<kK>(a, slot, unit.head);
+  prefetch_state<kK>(a.initial, slot, unit.head);
+}
+
+/// Makes the rows that fold ready for it.
+template <class Rows>
+__device__ __forceinline__ void prepare_folds(const Rows& rows, int target) {
+  const Start& start = rows.start;
+  for (int part = rows.warp; part < Rows::kParts; part += rows.warps)
+    for (int at = 0; at < target; at = fold_end(start, at, target))
+      prepare_fold(rows, part, at, fold_end(start, at, target));
 }
 
 /// Rows in shared memory, those of the tokens in the tail, and those that fold ready for it.
@@ -226,10 +241,8 @@ __device__ __forceinline__ Path make_rows(Rows* rows) {
     __syncthreads();
   }
   rows->make();
-  const int target = fold_target(a, start) - start.folded;
-  for (int part = rows->warp; part < Rows::kParts; part += rows->warps)
-    for (int at = 0; at < target; at = fold_end(start, at, target))
-      prepare_fold(*rows, part, at, fold_end(start, at, target));
+  const int target = fold_target(a, rows->unit.n, start) - start.folded;
+  if (!a.rest.base) prepare_folds(*rows, target);
   return {rows->before(), target, rows->sure(), a.parents ? rows->sure() : INT32_MAX};
 }
 
@@ -274,7 +287,7 @@ __device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, 
   make_batch(rows, path, 0);
   if (mine) {
     scale_v_new(rows, column);
-    fold(rows, path.first, tile);
+    if (!rows.a.rest.base) fold(rows, path.first, tile);
   }
 #pragma unroll 1
   for (int token = 0; token < rows.count; ++token) {
@@ -317,12 +330,21 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
     // Nobody has asked for the states of the first blocks.
     const bool is_first = threadIdx.x == 0 && blockIdx.x < a.ahead;
     if (is_first && !start.skip && start.source >= 0)
-      prefetch_state<kK>(a, start.source, unit.head);
+      prefetch_state<kK>(a.initial, start.source, unit.head);
   }
   read_folded(a, unit.n, unit.head, &start);
+  if constexpr (kDense && kPacked)
+    if (a.rest.base && threadIdx.x == 0 && start.source >= 0 && start.sure() >= kTailBoundary)
+      prefetch_state<kK>(a.rest, start.source, unit.head);
   if (start.skip || count < 0) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
   Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
   const Path path = make_rows(&rows);
+  if constexpr (kPacked || !kDense)
+    if (a.rest.base && writes_state(a, start, path.first)) {
+      if (!kDense) __syncthreads();  // rows have been made
+      fold_split<kK, kDense>(a, unit, start, path.first);
+      start.source = start.slot;
+    }
   const int column0 = rows.warp * kTileColumns<kK>;
   if constexpr (kDense) {
     Tile tile(column0);
@@ -334,10 +356,10 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
       run_columns(rows, path, &tile);
     }
   }
-  rows.append_head_gates();
+  rows.append_of_heads();
   if (threadIdx.x == 0)
     *folded_word(a, start.slot, unit.head) =
-        a.boundaries ? a.boundaries[unit.n] : fold_target(a, start);
+        a.boundaries ? a.boundaries[unit.n] : fold_target(a, unit.n, start);
   zero_outputs<kK>(a, unit, tokens, tokens.begin + count);
 }
 
