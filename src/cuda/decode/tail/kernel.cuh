@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/decode/tail/rows.cuh"
+#include "cuda/decode/tail/split.cuh"
 #include "cuda/decode/tail/tile.cuh"
 
 namespace kda::cuda::tail {
@@ -157,6 +158,7 @@ __device__ __forceinline__ void solve(const Rows& rows, const Path& path, int co
   const RowView& view = a.tail_v_new;
   static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column] = v_new;
   rows.v_new(x)[column] = v_new;
+  if (a.rest.base) rows.append_value(token, column);
   store_element(a.o.base, a.o.type, rows.token_at(a.o, rows.unit.head, token) + column, o);
 }
 
@@ -166,9 +168,15 @@ struct State {
   int folded;  ///< rows that are folded into it
 };
 
+/// Whether S_0 is written to the sequence's slot.
+__device__ __forceinline__ bool writes_state(const TailArgs& a, const Start& start, int target) {
+  return target > 0 || start.source < 0 || (a.settle && start.source != start.slot);
+}
+
+/// Split states have been written by then (fold_split).
 __device__ __forceinline__ State state_of(const TailArgs& a, const Start& start, int target) {
-  const bool moves = a.settle && start.source != start.slot;
-  return {start.source, target > 0 || start.source < 0 || moves ? start.slot : -1, target};
+  if (a.rest.base || !writes_state(a, start, target)) return {start.source, -1, 0};
+  return {start.source, start.slot, target};
 }
 
 /// Folds rows [0, folded) into a patch of S_0, in groups.
@@ -213,13 +221,14 @@ __device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
   return {n, a.lengths ? 0 : n, head, q_head_of(a, static_cast<int>(head)), 0};
 }
 
-/// Asks the L2 for a state.
+/// Asks the L2 for a dense state.
 template <int kK>
-__device__ __forceinline__ void prefetch_state(const TailArgs& a, int64_t slot, int64_t head) {
-  const int size = a.initial.bf16 ? 2 : 4;
+__device__ __forceinline__ void prefetch_state(const StateView& states, int64_t slot,
+                                               int64_t head) {
+  const int size = states.bf16 ? 2 : 4;
   ptx::cp_async_bulk_prefetch_l2(
-      reinterpret_cast<uintptr_t>(a.initial.base) +
-          static_cast<uintptr_t>(state_offset(a.initial, slot, head, 0, 0) * size),
+      reinterpret_cast<uintptr_t>(states.base) +
+          static_cast<uintptr_t>(state_offset(states, slot, head, 0, 0) * size),
       kK * kK * size);
 }
 
@@ -230,7 +239,16 @@ __device__ __forceinline__ void prefetch_state_of(const Rows& rows, bool rows_ar
   const TailArgs& a = rows.a;
   const bool late = gridDim.x > 2 * a.ahead;
   if (threadIdx.x == 0 && late == rows_are_made && rows.start.source >= 0)
-    prefetch_state<Rows::kKeys>(a, rows.start.source, rows.unit.head);
+    prefetch_state<Rows::kKeys>(a.initial, rows.start.source, rows.unit.head);
+}
+
+/// Makes the rows that fold ready for it.
+template <class Rows>
+__device__ __forceinline__ void prepare_folds(const Rows& rows, int target) {
+  const Start& start = rows.start;
+  for (int part = rows.warp; part < Rows::kParts; part += rows.warps)
+    for (int at = 0; at < target; at = fold_end(start, at, target))
+      prepare_fold(rows, part, at, fold_end(start, at, target));
 }
 
 /// Rows in shared memory, those of the tokens in the tail, and those that fold ready for it.
@@ -248,10 +266,8 @@ __device__ __forceinline__ Path make_rows(Rows* rows) {
   }
   rows->make();
   if constexpr (Rows::kIsDense) prefetch_state_of(*rows, true);
-  const int target = fold_target(a, start) - start.folded;
-  for (int part = rows->warp; part < Rows::kParts; part += rows->warps)
-    for (int at = 0; at < target; at = fold_end(start, at, target))
-      prepare_fold(*rows, part, at, fold_end(start, at, target));
+  const int target = fold_target(a, rows->unit.n, start) - start.folded;
+  if (!a.rest.base) prepare_folds(*rows, target);
   return {rows->before(), target, rows->sure(), a.parents ? rows->sure() : INT32_MAX};
 }
 
@@ -331,18 +347,26 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
   const int count = num_computed(a, unit.n, tokens);
   Start start = place_of(a, unit.n);
   read_folded(a, unit.n, unit.head, &start);
+  if constexpr (kDense && kPacked)
+    if (a.rest.base && threadIdx.x == 0 && start.source >= 0 && start.sure() >= kTailBoundary)
+      prefetch_state<kK>(a.rest, start.source, unit.head);
   if (start.skip || count < 0) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
   Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
   const Path path = make_rows(&rows);
+  if constexpr (kPacked || !kDense)
+    if (a.rest.base && writes_state(a, start, path.first)) {
+      fold_split<kK, kDense>(a, unit, start, path.first);
+      start.source = start.slot;
+    }
 #pragma unroll 1
   for (int group = 0; group < a.shape.V; group += rows.warps * kWarpColumns) {
     run_columns<Columns>(rows, path, group + rows.warp * kWarpColumns);
     if constexpr (kDense) break;  // it has them all
   }
-  rows.append_head_gates();
+  rows.append_of_heads();
   if (threadIdx.x == 0)
     *folded_word(a, start.slot, unit.head) =
-        a.boundaries ? a.boundaries[unit.n] : fold_target(a, start);
+        a.boundaries ? a.boundaries[unit.n] : fold_target(a, unit.n, start);
   zero_outputs<kK>(a, unit, tokens, tokens.begin + count);
 }
 

@@ -79,7 +79,7 @@ struct Rows {
   const int lane, warp, warps;
   const Layout layout;
   float* const shared;
-  int first_row = 0;  ///< of the tail in its tensors
+  const int first_row;  ///< of the tail in its tensors
 
   __device__ Rows(const TailArgs& args, const Unit& of, const Start& at, int64_t first,
                   int num_tokens)
@@ -94,7 +94,10 @@ struct Rows {
         warp(static_cast<int>(threadIdx.x) / 32),
         warps(static_cast<int>(blockDim.x) / 32),
         layout(Layout::of(args.most_sure, args.most_tokens, kK, kDense ? kK : args.shape.V)),
-        shared(reinterpret_cast<float*>(ptx::dynamic_shared())) {}
+        shared(reinterpret_cast<float*>(ptx::dynamic_shared())),
+        first_row(
+            static_cast<int>(static_cast<uint32_t>(at.folded) % static_cast<uint32_t>(args.rows))) {
+  }
 
   __device__ int columns() const { return kDense ? kK : layout.columns; }
   __device__ int sure() const { return start.sure(); }
@@ -159,12 +162,15 @@ struct Rows {
       }
     }
   }
-  __device__ float value(int token, int column) const {
+  /// A value of a token as it came in.
+  __device__ uint32_t value_bits(int token, int column) const {
     if constexpr (kDense)
-      return float_of(load_bits(shared + layout.v() + token * kK, a.v.type, column), a.v.type);
+      return load_bits(shared + layout.v() + token * kK, a.v.type, column);
     else
-      return float_of(load_bits(a.v.base, a.v.type, token_at(a.v, unit.head, token) + column),
-                      a.v.type);
+      return load_bits(a.v.base, a.v.type, token_at(a.v, unit.head, token) + column);
+  }
+  __device__ float value(int token, int column) const {
+    return float_of(value_bits(token, column), a.v.type);
   }
   __device__ float beta(int token) const {
     return beta_value(a.gate, read_element(a.beta, token_at(a.beta, unit.head, token),
@@ -201,8 +207,6 @@ struct Rows {
 
   /// Asks for what the warp makes numbers of.
   __device__ void load() {
-    first_row =
-        static_cast<int>(static_cast<uint32_t>(start.folded) % static_cast<uint32_t>(a.rows));
     if constexpr (kDense) {
       copy_v_new();
       load_tokens();
@@ -230,15 +234,42 @@ struct Rows {
     }
   }
 
-  /// One gate a head, which all warps have read.
-  __device__ void append_head_gates() const {
-    if (gate_step(a) != 0) return;
-    for (int t = static_cast<int>(threadIdx.x); t < count; t += static_cast<int>(blockDim.x))
-      copy_row(a.g, token_at(a.g, unit.head, t), a.tail_g, tail_at(a.tail_g, unit.head, sure() + t),
-               1, 0, 1);
+  /// One gate a head, and beta beside split states, which all warps have read.
+  __device__ void append_of_heads() const {
+    if (gate_step(a) == 0) append_element(a.g, a.tail_g);
+    if (a.rest.base) append_element(a.beta, a.tail_beta);
+  }
+
+  // ---- of split states
+
+  /// v and beta of row i of the tail.
+  __device__ float tail_value(int i, int column) const {
+    return float_of(load_bits(a.tail_v.base, a.v.type, tail_at(a.tail_v, unit.head, i) + column),
+                    a.v.type);
+  }
+  __device__ float tail_beta(int i) const {
+    return beta_value(a.gate, float_of(load_bits(a.tail_beta.base, a.beta.type,
+                                                 tail_at(a.tail_beta, unit.head, i)),
+                                       a.beta.type));
+  }
+  /// Appends the column's value of a token.
+  __device__ void append_value(int token, int column) const {
+    store_bits(a.tail_v, tail_at(a.tail_v, unit.head, sure() + token) + column,
+               value_bits(token, column));
+  }
+  /// v_new of a row of the tail, there and in shared memory.
+  __device__ void store_v_new(int i, int column, float x) const {
+    static_cast<float*>(a.tail_v_new.base)[tail_at(a.tail_v_new, unit.head, i) + column] = x;
+    v_new(i)[column] = x;
   }
 
  private:
+  __device__ void append_element(const RowView& tokens, const RowView& tail) const {
+    for (int t = static_cast<int>(threadIdx.x); t < count; t += static_cast<int>(blockDim.x))
+      copy_row(tokens, token_at(tokens, unit.head, t), tail, tail_at(tail, unit.head, sure() + t),
+               1, 0, 1);
+  }
+
   __device__ float* squares(int part) const {
     return shared + layout.squares() + part * layout.rows;
   }

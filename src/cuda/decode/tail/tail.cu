@@ -31,6 +31,7 @@ bool is_dense(const TailArgs& args) {
   bool vectors = gate_step(args) == 0 || (has_vectors(args.g) && has_vectors(args.tail_g));
   for (const RowView* view : {&args.q, &args.k, &args.v, &args.tail_k, &args.tail_v_new})
     vectors &= has_vectors(*view);
+  if (args.rest.base) vectors &= args.rest.stride_row == kK;
   return vectors && args.shape.K == kK && args.shape.V == kK && args.initial.stride_row == kK &&
          args.initial.vectors;
 }
