@@ -800,6 +800,12 @@ TEST(Tail, PlansSayItAndGpusRefuseMoreRowsThanTheyHaveMemoryFor) {
   EXPECT_NE(plan.to_text().find("tail            20 rows a slot, boundary states fp32 every 16"),
             std::string::npos);
   EXPECT_NE(plan.to_json().find("\"tail_rows\""), std::string::npos);
+  Problem split = p;
+  split.initial_state = states(p, DType::kBFloat16, kSlots, true);
+  split.tail->split = split_states(split, kRows);
+  ASSERT_TRUE(make_plan(split, {}, cpu_facts(), {}, &plan).ok());
+  EXPECT_NE(plan.to_text().find("boundary states split in bf16 and 16 bits every 16"),
+            std::string::npos);
   const DeviceFacts gpu = gpu_facts(132, 90);
   ASSERT_TRUE(make_plan(p, {}, gpu, {}, &plan).ok());
   EXPECT_TRUE(supported(p, gpu).ok());
@@ -811,6 +817,14 @@ TEST(Tail, PlansSayItAndGpusRefuseMoreRowsThanTheyHaveMemoryFor) {
             (std::vector<std::string>{"tail_fold tail_ends", "tail_fold tail", "forward recurrent",
                                       "tail_rows tail", "tail_rows append_keys"}));
   EXPECT_NE(plan.to_text().find("tokens behind that boundary, at most 15"), std::string::npos);
+  const std::size_t of_fp32 = plan.workspace_bytes;
+  ASSERT_TRUE(make_plan(split, {}, gpu, {}, &plan).ok());
+  EXPECT_GE(plan.workspace_bytes, of_fp32 + kValueHeads * kKey * kValue * sizeof(float));
+  for (const std::string kernel : {"join_states", "split_states"})
+    EXPECT_EQ(std::count_if(plan.kernels.begin(), plan.kernels.end(),
+                            [&](const KernelChoice& choice) { return choice.kernel == kernel; }),
+              1)
+        << kernel;
   PlanOptions oracle_only;
   oracle_only.backend = "oracle";
   EXPECT_EQ(make_plan(p, {}, gpu, oracle_only, &plan).code(), StatusCode::kUnavailable);
@@ -854,11 +868,11 @@ TEST(Tail, PlansSayItAndGpusRefuseMoreRowsThanTheyHaveMemoryFor) {
 
 TEST(Tail, InC) {
   if (test::on_cuda()) GTEST_SKIP() << "its calls are on host memory";
-  World world;
+  World world(StateLayout::kVK, kSplit);
   std::vector<float> expected;
   world.mask[0] = 0;
   ASSERT_TRUE(world.call(kStep, 0, 3, &expected).ok());
-  World other;
+  World other(StateLayout::kVK, kSplit);
   const check::Inputs part = test::slice(other.inputs, 0, 3);
   std::vector<float> o(expected.size(), NAN);
   c::Problem p;
@@ -868,19 +882,22 @@ TEST(Tail, InC) {
   p.gate_mode = static_cast<int32_t>(part.problem.gate_mode);
   p.beta_mode = static_cast<int32_t>(part.problem.beta_mode);
   p.qk_l2norm = part.problem.qk_l2norm;
+  p.state_layout = KDA_STATE_VK;
   p.tokens(KDA_FP32, {part.q.data(), part.k.data(), part.v.data(), part.g.data(), part.beta.data(),
                       o.data()});
-  p.states(&kda_problem::initial_state, other.pool.data(), KDA_FP32, kSlots, other.slots.data());
+  p.states(&kda_problem::initial_state, other.pool.data(), KDA_BF16, kSlots, other.slots.data());
   const uint8_t fresh = 0;
   p.initial_state_mask = &fresh;
   c::Tail tail;
   tail.describe(p, kRows,
                 {other.k.data(), other.g.data(), other.v_new.as<float>(), other.folded.data()});
+  tail.split(p, {other.rest.as<int16_t>(), other.v.data(), other.beta.data()});
   tail.positions = other.positions.data();
   p.tail = &tail;
   c::call(p);
   EXPECT_EQ(o, expected);
   EXPECT_EQ(other.folded, world.folded);
+  EXPECT_TRUE(same_states(other, world));
   // A field of a later version is refused where it is not zero.
   struct Newer : kda_tail {
     int64_t field = 1;
@@ -890,6 +907,19 @@ TEST(Tail, InC) {
   p.tail = &newer;
   EXPECT_EQ(kda_call(&p, nullptr), KDA_INVALID_ARGUMENT);
   EXPECT_NE(std::string(kda_last_error()).find("tail: struct_size"), std::string::npos);
+  // What is described before the tail.
+  c::Tail early;
+  EXPECT_EQ(kda_split_states(&p, &early, nullptr), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "tail: rows = 0; call kda_tails first");
+  // A plan for states that are not split.
+  c::Tail whole = tail;
+  whole.rest = whole.v = whole.beta = {};
+  p.tail = &whole;
+  const c::Plan of_whole(p);
+  p.tail = &tail;
+  c::Workspace memory;
+  EXPECT_THROW(of_whole.run(p, memory), c::Error);
+  EXPECT_STREQ(kda_last_error(), "tail.rest: given, but the plan was made without it");
   // A plan that was made without a tail.
   p.tail = nullptr;
   const c::Plan plain(p);

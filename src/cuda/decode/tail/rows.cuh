@@ -242,6 +242,17 @@ struct Rows {
 
   // ---- of split states
 
+  /// Asks the L2 for v and beta of the tail.
+  __device__ void prefetch_values() const {
+    constexpr int kLine = 128;
+    for (int i = static_cast<int>(threadIdx.x); i < sure(); i += static_cast<int>(blockDim.x)) {
+      const char* row = static_cast<const char*>(a.tail_v.base) +
+                        tail_at(a.tail_v, unit.head, i) * size_of(a.tail_v);
+      for (int at = 0; at < a.shape.V * size_of(a.tail_v); at += kLine) ptx::prefetch_l2(row + at);
+      ptx::prefetch_l2(static_cast<const char*>(a.tail_beta.base) +
+                       tail_at(a.tail_beta, unit.head, i) * size_of(a.tail_beta));
+    }
+  }
   /// v and beta of row i of the tail.
   __device__ float tail_value(int i, int column) const {
     return float_of(load_bits(a.tail_v.base, a.v.type, tail_at(a.tail_v, unit.head, i) + column),

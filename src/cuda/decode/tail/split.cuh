@@ -128,16 +128,18 @@ __device__ __noinline__ void fold_split(const TailArgs& a, Unit unit, Start star
   const Rows<kK, kDense> rows(a, unit, start, 0, 0);
   using Column = SplitColumn<kK, kDense>;
   const int columns = static_cast<int>(blockDim.x) / Column::kThreads;
+  rows.prefetch_values();
   for (int first = 0; first < a.shape.V; first += columns) {
     Column state(a.shape, first);
     const int channel = state.channel(0);
     state.clear();
     if (start.source >= 0) state.load({a, start.source, unit.head, channel, state.column});
-    for (int i = 0; i < target; ++i) advance(rows, i, &state);
-    state.store({a, start.slot, unit.head, channel, state.column});
-    for (int i = target; i < start.sure(); ++i) {
+#pragma unroll 1
+    for (int i = 0;; ++i) {
+      if (i == target) state.store({a, start.slot, unit.head, channel, state.column});
+      if (i == start.sure()) break;
       const float v_new = advance(rows, i, &state);
-      if (state.part == 0 && state.K > 0) rows.store_v_new(i, state.column, v_new);
+      if (i >= target && state.part == 0 && state.K > 0) rows.store_v_new(i, state.column, v_new);
     }
   }
   __syncthreads();
