@@ -34,6 +34,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/decode/head_gates.cu
   src/cuda/decode/tail/ends.cu
   src/cuda/decode/tail/move_rows.cu
+  src/cuda/decode/tail/planes.cu
   src/cuda/decode/tail/tail.cu
   src/cuda/recurrent/head_gates.cu
   src/cuda/layer/fused_decode.cu

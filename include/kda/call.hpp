@@ -54,6 +54,10 @@ struct Tail : kda_tail {
   void describe(const kda_problem& problem, int64_t num_rows, const kda_tail_data& data) {
     check(kda_tails(&problem, this, num_rows, &data));
   }
+  /// Calls kda_split_states(): after describe(), for a pool of bf16.
+  void split(const kda_problem& problem, const kda_split_data& data) {
+    check(kda_split_states(&problem, this, &data));
+  }
 };
 
 struct PlanOptions : kda_plan_options {

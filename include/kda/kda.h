@@ -59,7 +59,8 @@ typedef enum kda_dtype {
   KDA_FP16 = 2,
   KDA_INT32 = 3,
   KDA_INT64 = 4,
-  KDA_FP64 = 5 /* wherever a floating type may be; backend "oracle" alone computes it, on the CPU */
+  KDA_FP64 = 5, /* wherever a floating type may be; "oracle" alone computes it, on the CPU */
+  KDA_INT16 = 6 /* tail.rest alone */
 } kda_dtype;
 
 typedef enum kda_gate_mode {
@@ -135,6 +136,12 @@ typedef struct kda_tail {
   int64_t accepted_columns;     /* 0: none */
   int32_t has_sources;
   int32_t settle; /* decode, 1: all rows are folded first; without tokens states are plain then */
+  /* Split states, or all zero: an fp32 number is its bf16, rounded to nearest with ties away from
+   * zero, in initial_state, and 16 bits in `rest`; as integers (bf16 << 16) + rest. Tokens read
+   * bf16 alone, folds read and write both. */
+  kda_tensor rest; /* as initial_state, KDA_INT16 */
+  kda_tensor v;    /* [num_slots, HV, R, V], of the type of the problem's v */
+  kda_tensor beta; /* [num_slots, HV, R], of the type of beta */
 } kda_tail;
 
 typedef struct kda_problem {
@@ -337,6 +344,13 @@ typedef struct kda_tail_data {
 } kda_tail_data;
 KDA_API kda_status kda_tails(const kda_problem* problem, kda_tail* tail, int64_t rows,
                              const kda_tail_data* data);
+/* Describes what splits the states of a bf16 pool, dense: after kda_tails(). */
+typedef struct kda_split_data {
+  int16_t* rest;
+  void *v, *beta;
+} kda_split_data;
+KDA_API kda_status kda_split_states(const kda_problem* problem, kda_tail* tail,
+                                    const kda_split_data* data);
 
 /* Gradients (include/kda/backward.hpp). A tensor that is all zero is absent: of d_o and
  * d_final_state at least one is there, of the others those that are wanted. */

@@ -45,6 +45,16 @@ struct StateDesc {
 inline constexpr int64_t kTailBoundary = 16;
 inline constexpr int64_t kMaxTailRows = 256;
 
+/// Splits the boundary states of a bf16 pool: an fp32 number is its bf16, rounded to nearest with
+/// ties away from zero, in initial_state, and 16 bits in `rest`. As integers, number = (bf16 << 16)
+/// + rest. Tokens read bf16 alone, folds read and write all bits. So a fold makes v_new anew from
+/// all bits, which takes v and beta of its rows.
+struct SplitDesc {
+  TensorDesc rest;  ///< [num_slots, HV, K, V], or [.., V, K], as initial_state; int16
+  TensorDesc v;     ///< [num_slots, HV, R, V]  rows of Problem::v as they came in, of its type
+  TensorDesc beta;  ///< [num_slots, HV, R]  likewise of beta
+};
+
 /// Tails of a pool of boundary states (docs/design/decode.md, "Tails"). A slot has a boundary state
 /// S_0, and rows of the tokens since then: the row of position p is p mod R.
 struct TailDesc {
@@ -59,6 +69,7 @@ struct TailDesc {
   /// Decode: all rows are folded first, not those up to a multiple of 16 alone. Without tokens that
   /// leaves plain states.
   bool settle = false;
+  std::optional<SplitDesc> split;  ///< absent: boundary states are what initial_state has
 };
 
 struct Problem {
@@ -163,6 +174,9 @@ StateDesc states(const Problem& problem, DType dtype, int64_t num_slots,
 
 /// A dense tail of `rows` rows for the sizes, the types and the slots of `problem`.
 TailDesc tails(const Problem& problem, int64_t rows) noexcept;
+
+/// What splits the states of `problem`, dense, for a tail of `rows` rows.
+SplitDesc split_states(const Problem& problem, int64_t rows) noexcept;
 
 /// The scale in effect: problem.scale or K^-1/2.
 double effective_scale(const Problem& problem) noexcept;

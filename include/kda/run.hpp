@@ -22,6 +22,9 @@ struct TailTensors {
   const int32_t* positions = nullptr;      ///< [N] sure tokens before this call
   const int32_t* sources = nullptr;        ///< [N]; an index that means no slot: the sequence's own
   const int32_t* accepted_rows = nullptr;  ///< [N, accepted_columns], row-major
+  int16_t* rest = nullptr;                 ///< of SplitDesc, as v and beta
+  void* v = nullptr;
+  void* beta = nullptr;
 };
 
 /// Base pointers of the tensors that the Problem describes; null where it has none.

@@ -13,6 +13,7 @@ enum class DType : int32_t {
   kInt32 = 3,
   kInt64 = 4,
   kFloat64 = 5,  ///< computed by backend oracle alone, on the CPU
+  kInt16 = 6,    ///< the lower plane of split states (SplitDesc)
 };
 
 /// How `g` becomes the log decay, all in fp32, x = g + dt_bias, a = exp(A_log).
@@ -70,7 +71,7 @@ enum MetadataFlag : int32_t {
 
 /// Bytes of one element.
 int64_t dtype_size(DType dtype) noexcept;
-/// "fp32", "bf16", "fp16", "int32", "int64", "fp64"
+/// "fp32", "bf16", "fp16", "int32", "int64", "fp64", "int16"
 const char* dtype_name(DType dtype) noexcept;
 const char* gate_mode_name(GateMode mode) noexcept;           ///< "log", "softplus", "bounded"
 const char* beta_mode_name(BetaMode mode) noexcept;           ///< "plain", "sigmoid", "sigmoid2"

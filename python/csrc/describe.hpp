@@ -101,6 +101,8 @@ inline constexpr Types kLengths = {"int32 or int64",
 inline constexpr Types kFloats = {"float32",
                                   {ScalarType::Float, ScalarType::Float, ScalarType::Float}};
 inline constexpr Types kIndices = {"int32", {ScalarType::Int, ScalarType::Int, ScalarType::Int}};
+inline constexpr Types kRest = {"int16",
+                                {ScalarType::Short, ScalarType::Short, ScalarType::Short}};
 inline constexpr Types kMasks = {"bool or uint8",
                                  {ScalarType::Bool, ScalarType::Byte, ScalarType::Bool}};
 
@@ -117,6 +119,7 @@ inline int32_t dtype_of(const Tensor& x) {
     case ScalarType::BFloat16: return KDA_BF16;
     case ScalarType::Half: return KDA_FP16;
     case ScalarType::Int: return KDA_INT32;
+    case ScalarType::Short: return KDA_INT16;
     case ScalarType::Long: return KDA_INT64;
     default: return KDA_FP32;
   }

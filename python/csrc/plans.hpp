@@ -53,7 +53,8 @@ inline TailShape shape_of(const kda_problem& given, const kda_tail& tail,
   TailShape shape;
   shape.forward = shape_of(given, options);
   std::memcpy(&shape.tail, &tail, sizeof(tail));
-  for (kda_tensor* t : {&shape.tail.k, &shape.tail.g, &shape.tail.v_new, &shape.tail.folded})
+  for (kda_tensor* t : {&shape.tail.k, &shape.tail.g, &shape.tail.v_new, &shape.tail.folded,
+                        &shape.tail.rest, &shape.tail.v, &shape.tail.beta})
     t->data = nullptr;
   shape.tail.positions = shape.tail.sources = shape.tail.accepted_rows = nullptr;
   return shape;

@@ -189,6 +189,18 @@ kda_tail tail_of(const kda_problem& p, const Tensor& q, const Tensor& k, const T
   return tail;
 }
 
+/// What splits the boundary states, all of it or nothing.
+void set_split(kda_tail* tail, const kda_problem& p, const Tensor& q, const MaybeTensor& rest,
+               const MaybeTensor& v, const MaybeTensor& beta, bool v_first) {
+  if (!rest && !v && !beta) return;
+  if (!rest || !v || !beta) refuse("tail_rest, tail_v and tail_beta are given together");
+  const int64_t slots = tail->num_slots, HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
+  describe(&tail->rest, *rest, q, "tail_rest", kRest,
+           {slots, HV, v_first ? V : K, v_first ? K : V});
+  describe(&tail->v, *v, q, "tail_v", kRows, {slots, HV, tail->rows, V});
+  describe(&tail->beta, *beta, q, "tail_beta", kRows, {slots, HV, tail->rows});
+}
+
 /// Boundary states and tails, both in place (docs/design/decode.md, "Tails").
 void update_with_tail(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tensor states,
                       Tensor indices, Tensor tail_k, Tensor tail_g, Tensor tail_v_new,
@@ -197,7 +209,8 @@ void update_with_tail(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tenso
                       int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale,
                       bool l2norm, bool state_v_first, MaybeTensor has_state, int64_t first_slot,
                       MaybeTensor sources, MaybeTensor parents, MaybeTensor accepted_rows,
-                      bool settle, int64_t head_map, int64_t options) {
+                      bool settle, int64_t head_map, int64_t options, MaybeTensor tail_rest,
+                      MaybeTensor tail_v, MaybeTensor tail_beta) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = pool_problem(o, q, k, v, g, beta, A_log, dt_bias, modes, head_map);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
@@ -215,6 +228,7 @@ void update_with_tail(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tenso
   p.first_slot = first_slot;
   set_mask(&p, q, has_state);
   kda_tail tail = tail_of(p, q, tail_k, tail_g, tail_v_new, tail_folded);
+  set_split(&tail, p, q, tail_rest, tail_v, tail_beta, state_v_first);
   tail.positions = integers(positions, "positions", {N});
   tail.settle = settle;
   if (sources) {
@@ -287,7 +301,8 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool decode, int gate_mode, int beta_mode, "
       "float lower_bound, float scale, bool l2norm, bool state_v_first, Tensor? has_state=None, "
       "int first_slot=0, Tensor? sources=None, Tensor? parents=None, Tensor? accepted_rows=None, "
-      "bool settle=False, int head_map=0, int options=0) -> ()");
+      "bool settle=False, int head_map=0, int options=0, Tensor(g!)? tail_rest=None, Tensor(h!)? "
+      "tail_v=None, Tensor(i!)? tail_beta=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {

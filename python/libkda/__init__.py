@@ -16,6 +16,7 @@ Functions on torch tensors, which need torch 2.10 or later:
                                         Gated DeltaNet, which has one gate a head: the same two
     prefill, decode, verify             serving: sequences, tokens and drafts on a pool of states
     Tail, tail, settle                  serving: the tokens since the states of a pool, which a step does not write then
+    split_states, join_states           serving: float32 states as those of a pool and a tail, and back
     fused_decode                        serving: a decode step of a whole layer
     short_conv, short_conv_update       the short convolution in front of KDA: with gradients; on a pool of states
     gated_rms_norm                      the gated norm behind KDA, with gradients
@@ -49,6 +50,8 @@ _NAMES = {
     "Tail": "tails",
     "tail": "tails",
     "settle": "tails",
+    "join_states": "tails",
+    "split_states": "tails",
     "short_conv": "layer",
     "short_conv_update": "layer",
     "gated_rms_norm": "layer",

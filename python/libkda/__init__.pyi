@@ -35,7 +35,9 @@ from libkda.serving import fused_decode as fused_decode
 from libkda.serving import prefill as prefill
 from libkda.serving import verify as verify
 from libkda.tails import Tail as Tail
+from libkda.tails import join_states as join_states
 from libkda.tails import settle as settle
+from libkda.tails import split_states as split_states
 from libkda.tails import tail as tail
 
 __version__: str

@@ -56,11 +56,15 @@ def new_pool(dtype=torch.float32, v_first=False):
     return torch.full((SLOTS, HV, V, K) if v_first else (SLOTS, HV, K, V), NAN, dtype=dtype)
 
 
-def new_tail(dtype=torch.float32, rows=16 + DRAFTS, one_gate=False):
+def new_tail(dtype=torch.float32, rows=16 + DRAFTS, one_gate=False, split=False, v_first=False):
     """Of memory that holds NaN, slots of it further apart than they need be."""
-    tail = libkda.tail(SLOTS, H, HV, K, V, rows=rows, dtype=dtype, one_gate=one_gate)
-    wide = [torch.full((SLOTS, 2 * t[0].numel()), NAN, dtype=t.dtype)[:, :t[0].numel()].view(t.shape) for t in tail[:3]]
-    return libkda.Tail(*wide, tail.folded)
+    tail = libkda.tail(SLOTS, H, HV, K, V, rows=rows, dtype=dtype, one_gate=one_gate, split=split,
+                       state_v_first=split and v_first)
+    value = lambda t: NAN if t.is_floating_point() else -1
+    wide = [t if t is None else
+            torch.full((SLOTS, 2 * t[0].numel()), value(t), dtype=t.dtype)[:, :t[0].numel()].view(t.shape)
+            for t in tail]
+    return libkda.Tail(*wide)
 
 
 SIGMOID = dict(use_beta_sigmoid_in_kernel=True)
@@ -70,14 +74,16 @@ on_each_device = pytest.mark.usefixtures("on_the_device")
 
 
 @on_each_device
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("one_gate", [False, True])
 @pytest.mark.parametrize("v_first", [False, True])
-def test_a_history_equals_the_recurrence(v_first, one_gate):
+def test_a_history_equals_the_recurrence(v_first, one_gate, split):
     """Two prompts in pieces, tokens, drafts of which some are rejected, and plain states in the end; padding beside
     them, and all memory NaN before it is written."""
     torch.manual_seed(0)
     options = dict(gate(one_gate), state_v_first=v_first, first_slot=1)
-    pool, tail = new_pool(v_first=v_first), new_tail(one_gate=one_gate)
+    pool = new_pool(torch.bfloat16 if split else torch.float32, v_first)
+    tail = new_tail(one_gate=one_gate, split=split, v_first=v_first)
     requests = [tokens(60, one_gate=one_gate) for _ in range(2)]
     slots, found, done = at(3, 0, 5), [[], []], [0, 0]
     call = dict(pool=pool, slots=slots, tail=tail, **options)
@@ -110,8 +116,9 @@ def test_a_history_equals_the_recurrence(v_first, one_gate):
     libkda.settle(positions=at(done[0], 0, done[1]), **call)
     for n, slot in enumerate((3, 5)):
         expected, state = recurrence(part(requests[n], 0, done[n]), options)
-        assert distance(torch.cat(found[n], 1), expected) < 1e-5
-        assert distance(pool[slot].mT if v_first else pool[slot], state) < 1e-5
+        assert distance(torch.cat(found[n], 1), expected) < (3e-3 if split else 1e-5)
+        settled = libkda.join_states(pool[slot], tail.rest[slot]) if split else pool[slot]
+        assert distance(settled.mT if v_first else settled, state) < 1e-5
         assert tail.folded[slot].tolist() == [done[n]] * HV
     assert pool[[0, 1, 2, 4]].isnan().all() and (tail.folded[[0, 1, 2, 4]] == -1).all()
     assert all(t[[0, 1, 2, 4]].isnan().all() for t in tail[:3])
@@ -216,6 +223,41 @@ def test_a_state_without_a_tail_goes_on_in_one():
 
 
 @on_each_device
+def test_a_state_is_split_and_goes_on_in_a_tail():
+    torch.manual_seed(9)
+    options, x, plain = gate(), tokens(40), new_pool()
+    pool, tail = new_pool(torch.bfloat16), new_tail(split=True)
+    libkda.prefill(**part(x, 0, 21), pool=plain, slots=at(2), has_state=at(False), **options, **SIGMOID)
+    pool[2], tail.rest[2] = libkda.split_states(plain[2])
+    assert torch.equal(libkda.join_states(pool[2], tail.rest[2]), plain[2])
+    tail.folded[2] = 21
+    o = libkda.prefill(**part(x, 21), pool=pool, slots=at(2), tail=tail, positions=at(21), **options, **SIGMOID)
+    libkda.settle(pool, at(2), tail=tail, positions=at(40), **options)
+    expected, state = recurrence(x, options)
+    assert distance(o, expected[:, 21:]) < 3e-3
+    assert distance(libkda.join_states(pool[2], tail.rest[2]), state) < 1e-5
+
+
+def test_parts_of_split_states_have_all_bits():
+    x = torch.cat([torch.randn(10000) * 2.0 ** torch.randint(-60, 60, (10000,)),
+                   torch.tensor([0.0, -0.0, 1.00390625, -1.00390625, 3.4e38, float("inf"), -float("inf"), NAN])])
+    rounded, rest = libkda.split_states(x)
+    assert torch.equal(libkda.join_states(rounded, rest)[:-1].view(torch.int32), x[:-1].view(torch.int32))
+    assert rounded[-1].isnan() and libkda.join_states(rounded, rest)[-1].isnan()
+    assert rounded[10002] == 1.0078125  # a tie goes away from zero
+    finite = rounded.isfinite()
+    assert ((rounded.float() - x).abs() <= x.abs() * 2.0 ** -8)[finite].all()
+    with pytest.raises(TypeError, match="^states must be float32, got torch.bfloat16"):
+        libkda.split_states(rounded)
+    with pytest.raises(TypeError, match="^pool must be bfloat16, got torch.float32"):
+        libkda.join_states(x, rest)
+    with pytest.raises(TypeError, match="^rest must be int16, got torch.int32"):
+        libkda.join_states(rounded, rest.int())
+    with pytest.raises(ValueError, match=r"^rest must have the shape of pool, \[10008\], got \[1\]"):
+        libkda.join_states(rounded, rest[:1])
+
+
+@on_each_device
 def test_a_step_compiles():
     """As one graph, with the bits of eager calls; what has a wrong shape is refused while it is traced."""
     torch.manual_seed(6)
@@ -229,10 +271,10 @@ def test_a_step_compiles():
 
     def results(run):
         pool, tail = torch.zeros(SLOTS, HV, K, V), libkda.tail(SLOTS, H, HV, K, V, rows=18, dtype=torch.float32)
-        tail = libkda.Tail(*(t.zero_() for t in tail))
+        tail = libkda.Tail(*(t.zero_() for t in tail[:4]))
         outputs = run(pool, tail, at(1, 2), at(0, 0))
         assert pool[1].any() and tail.folded[1, 0] == 2
-        return [*outputs, pool, *tail]
+        return [*outputs, pool, *tail[:4]]
 
     compiled = torch.compile(steps, backend="aot_eager", fullgraph=True)
     assert all(torch.equal(a, b) for a, b in zip(results(compiled), results(steps)))
@@ -280,7 +322,7 @@ def test_the_operator_passes_torch_checks():
     modes = ops.GATE_LOG, ops.BETA_SIGMOID, -5.0, 0.125, True, False
     i32 = lambda *values: torch.tensor(values, dtype=torch.int32)
     torch.library.opcheck(torch.ops.libkda.update_with_tail.default, (
-        *x.values(), torch.zeros_like(x["v"]), torch.zeros(SLOTS, HV, K, V), i32(1, 3), *(t.zero_() for t in tail),
+        *x.values(), torch.zeros_like(x["v"]), torch.zeros(SLOTS, HV, K, V), i32(1, 3), *(t.zero_() for t in tail[:4]),
         i32(0, 0), None, None, None, None, True, *modes))
 
 
@@ -300,6 +342,9 @@ def test_plans_are_found_by_the_tail():
 
 
 TAIL = libkda.tail(SLOTS, H, HV, K, V, rows=18, dtype=torch.float32)
+
+
+SPLIT = libkda.tail(SLOTS, H, HV, K, V, rows=18, dtype=torch.float32, split=True)._replace(folded=TAIL.folded)
 
 
 def other(**change):
@@ -327,6 +372,11 @@ BAD = {
         (other(v_new=TAIL.v_new.half()), "^tail.v_new must be float32, got torch.float16"),
         (other(folded=TAIL.folded.long()), "^tail.folded must be int32, got torch.int64"),
         (other(folded=TAIL.folded[:, :2]), r"^tail.folded must have shape \[slots, HV\]=\[6, 4\], got \[6, 2\]"),
+        (other(rest=SPLIT.rest), "^tail.rest, tail.v and tail.beta are given together"),
+        (dict(tail=SPLIT._replace(rest=SPLIT.rest.int())), "^tail.rest must be int16, got torch.int32"),
+        (dict(tail=SPLIT._replace(rest=SPLIT.rest[:, :2])), r"^tail.rest must have shape .* got \[6, 2, 32, 16\]"),
+        (dict(tail=SPLIT._replace(beta=SPLIT.beta[..., :3])), r"^tail.beta must have shape .* got \[6, 4, 3\]"),
+        (dict(tail=SPLIT), "^pool: dtype fp32 is not bf16, which split states have beside tail.rest"),
         (other(v_new=None), "^tail.v_new must be a torch.Tensor, got NoneType"),
         (dict(tail=None), "^positions belongs to a tail, got no tail")],
     "prefill, decode, verify": [
@@ -355,7 +405,7 @@ BAD = {
                          [(n, *row) for names, rows in BAD.items() for n in names.split(", ") for row in rows])
 def test_errors_name_the_argument(name, change, text):
     TAIL.folded.fill_(-1)[1] = 0
-    pool, rows = torch.ones(SLOTS, HV, K, V), [t.clone() for t in TAIL]
+    pool, rows = torch.ones(SLOTS, HV, K, V), [t.clone() for t in TAIL[:4]]
     x = {} if name == "settle" else dict(tokens(2), **SIGMOID)
     slots = torch.tensor([[1, 2]]) if name == "verify" and "tail" in change and change["tail"] is None else at(1)
     arguments = dict(x, pool=pool, slots=slots, tail=TAIL, positions=at(2), **gate()) | change
@@ -370,7 +420,10 @@ def test_errors_name_the_argument(name, change, text):
     (dict(HV=3), "HV must be a multiple of H = 2, got 3"), (dict(K=257), "K must be 1 to 256, got 257"),
     (dict(V=0), "V must be 1 to 256, got 0"), (dict(slots=-1), "slots must be 0 to .*, got -1"),
     (dict(H="2"), "H must be an integer, got '2'"), (dict(dtype=torch.float64), "dtype must be float32, bfloat16 or"),
-    (dict(gate_dtype=torch.int8), "gate_dtype must be float32, bfloat16 or float16, got torch.int8")])
+    (dict(gate_dtype=torch.int8), "gate_dtype must be float32, bfloat16 or float16, got torch.int8"),
+    (dict(split=True, beta_dtype=torch.int8), "beta_dtype must be float32, bfloat16 or float16, got torch.int8"),
+    (dict(value_dtype=torch.float16), "value_dtype belongs to split states, got split=False"),
+    (dict(state_v_first=True), "state_v_first belongs to split states, got split=False")])
 def test_a_tail_of_wrong_sizes(change, text):
     with pytest.raises((TypeError, ValueError), match=text):
         libkda.tail(**(dict(slots=SLOTS, H=H, HV=HV, K=K, V=V) | change))

@@ -97,13 +97,18 @@ Status describe_states(const kda_problem* problem, kda_state* state, void* data,
   return {};
 }
 
+Status expect_tail(const kda_tail* tail, std::size_t bytes) {
+  if (!tail) return invalid("tail: is null");
+  if (tail->struct_size < bytes || tail->struct_size > kLargestStruct)
+    return invalid("tail: struct_size = ", tail->struct_size,
+                   " is no size of this struct; call kda_tail_init first");
+  return {};
+}
+
 Status describe_tail(const kda_problem* problem, kda_tail* tail, int64_t rows,
                      const kda_tail_data* data) {
   KDA_RETURN_IF_ERROR(expect_fields(problem, offsetof(kda_problem, final_state)));
-  if (!tail) return invalid("tail: is null");
-  if (tail->struct_size < offsetof(kda_tail, positions) || tail->struct_size > kLargestStruct)
-    return invalid("tail: struct_size = ", tail->struct_size,
-                   " is no size of this struct; call kda_tail_init first");
+  KDA_RETURN_IF_ERROR(expect_tail(tail, offsetof(kda_tail, positions)));
   KDA_RETURN_IF_ERROR(expect_sizes(*problem));
   if (rows < 0) return invalid("rows: ", rows, " is negative");
   const kda_problem& p = *problem;
@@ -124,6 +129,27 @@ Status describe_tail(const kda_problem* problem, kda_tail* tail, int64_t rows,
   tail->k = made.k, tail->g = made.g, tail->v_new = made.v_new, tail->folded = made.folded;
   tail->num_slots = slots;
   tail->rows = rows;
+  return {};
+}
+
+Status describe_split(const kda_problem* problem, kda_tail* tail, const kda_split_data* data) {
+  KDA_RETURN_IF_ERROR(expect_fields(problem, offsetof(kda_problem, final_state)));
+  KDA_RETURN_IF_ERROR(expect_tail(tail, sizeof(kda_tail)));
+  KDA_RETURN_IF_ERROR(expect_sizes(*problem));
+  const kda_problem& p = *problem;
+  const int64_t slots = tail->num_slots, rows = tail->rows, HV = p.num_value_heads;
+  if (rows <= 0) return invalid("tail: rows = ", rows, "; call kda_tails first");
+  const bool v_first = p.state_layout == KDA_STATE_VK;
+  const int64_t of_states[] = {slots, HV, v_first ? p.value_dim : p.key_dim,
+                               v_first ? p.key_dim : p.value_dim},
+                of_v[] = {slots, HV, rows, p.value_dim};
+  const kda_split_data none = {};
+  const kda_split_data& at = data ? *data : none;
+  kda_tail made{};
+  KDA_RETURN_IF_ERROR(describe_contiguous(&made.rest, at.rest, KDA_INT16, 4, of_states));
+  KDA_RETURN_IF_ERROR(describe_contiguous(&made.v, at.v, p.v.dtype, 4, of_v));
+  KDA_RETURN_IF_ERROR(describe_contiguous(&made.beta, at.beta, p.beta.dtype, 3, of_v));
+  tail->rest = made.rest, tail->v = made.v, tail->beta = made.beta;
   return {};
 }
 
@@ -154,6 +180,11 @@ kda_status kda_tokens(kda_problem* problem, kda_dtype dtype, const kda_rows* row
 kda_status kda_tails(const kda_problem* problem, kda_tail* tail, int64_t rows,
                      const kda_tail_data* data) {
   return guarded_call([&] { return describe_tail(problem, tail, rows, data); });
+}
+
+kda_status kda_split_states(const kda_problem* problem, kda_tail* tail,
+                            const kda_split_data* data) {
+  return guarded_call([&] { return describe_split(problem, tail, data); });
 }
 
 kda_status kda_states(const kda_problem* problem, kda_state* state, void* data, kda_dtype dtype,

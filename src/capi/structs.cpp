@@ -59,6 +59,7 @@ bool has_parents(const kda_problem& c) { return c.has_token_parents || c.token_p
 
 std::optional<TailDesc> tail_of(const Problem& p, const kda_tail* given) {
   if (!given) return std::nullopt;
+  const Shape states = state_shape(p, {.num_slots = given->num_slots});
   TailDesc tail;
   tail.num_slots = given->num_slots;
   tail.rows = given->rows;
@@ -69,6 +70,11 @@ std::optional<TailDesc> tail_of(const Problem& p, const kda_tail* given) {
   tail.sources = given->has_sources || given->sources;
   tail.accepted_columns = given->accepted_columns;
   tail.settle = given->settle != 0;
+  if (!is_described(given->rest) && !given->rest.data) return tail;
+  SplitDesc& split = tail.split.emplace();
+  split.rest = tensor_of(given->rest, states, 4);
+  split.v = tensor_of(given->v, tail_v_new_shape(p, tail), 4);
+  split.beta = tensor_of(given->beta, tail_beta_shape(p, tail), 3);
   return tail;
 }
 
@@ -153,7 +159,10 @@ Tensors tensors_of(const kda_problem& c) {
               .folded = static_cast<int32_t*>(c.tail->folded.data),
               .positions = c.tail->positions,
               .sources = c.tail->sources,
-              .accepted_rows = c.tail->accepted_rows};
+              .accepted_rows = c.tail->accepted_rows,
+              .rest = static_cast<int16_t*>(c.tail->rest.data),
+              .v = c.tail->v.data,
+              .beta = c.tail->beta.data};
   t.saved = c.saved;
   t.saved_bytes = c.saved_bytes;
   t.trusted = c.trusted != 0;
@@ -197,6 +206,7 @@ Status check_call(const Problem& planned, const kda_problem& c) {
   if (has_offsets(c) && !planned.checkpoint_offsets) return unplanned("checkpoint_offsets");
   if (has_parents(c) && !planned.token_parents) return unplanned("token_parents");
   if (c.tail && !planned.tail) return unplanned("tail");
+  if (c.tail && c.tail->rest.data && !planned.tail->split) return unplanned("tail.rest");
   if (c.tail && c.tail->sources && !planned.tail->sources) return unplanned("sources");
   if (c.tail && c.tail->accepted_rows && planned.tail->accepted_columns == 0)
     return unplanned("accepted_rows");

@@ -57,6 +57,21 @@ static inline uint16_t float_to_fp16(float value) {
   return static_cast<uint16_t>(sign | kept);
 }
 
+/// A number of split states (SplitDesc), and its two parts. A NaN keeps its sign alone.
+struct SplitNumber {
+  uint16_t bf16;
+  int16_t rest;
+};
+static inline SplitNumber split_float(float value) {
+  const auto bits = __builtin_bit_cast(uint32_t, value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>(bits >> 16 | 0x40u), 0};
+  return {static_cast<uint16_t>((bits + 0x8000u) >> 16), static_cast<int16_t>(bits)};
+}
+static inline float join_float(uint16_t bf16, int16_t rest) {
+  const auto low = static_cast<uint32_t>(static_cast<int32_t>(rest));
+  return __builtin_bit_cast(float, (static_cast<uint32_t>(bf16) << 16) + low);
+}
+
 /// Element `idx` of an array of fp32, bf16 or fp16.
 static inline float load_element(const void* base, DType dtype, int64_t idx) {
   if (dtype == DType::kFloat32) {

@@ -36,9 +36,14 @@ inline Shape tail_g_shape(const Problem& p, const TailDesc& tail) {
 inline Shape tail_v_new_shape(const Problem& p, const TailDesc& tail) {
   return {tail.num_slots, p.num_value_heads, tail.rows, p.value_dim};
 }
+inline Shape tail_beta_shape(const Problem& p, const TailDesc& tail) {
+  return {tail.num_slots, p.num_value_heads, tail.rows, 1};
+}
 inline Shape tail_folded_shape(const Problem& p, const TailDesc& tail) {
   return {tail.num_slots, p.num_value_heads, 1, 1};
 }
+
+inline bool has_split_states(const Problem& p) { return p.tail && p.tail->split; }
 
 /// First element of row (flattened token, head) of a [B, T, heads, ..] tensor.
 inline int64_t row_offset(const Problem& p, const TensorDesc& desc, int64_t flat_token,

@@ -29,7 +29,8 @@ int64_t dtype_size(DType dtype) noexcept {
     case DType::kFloat32:
     case DType::kInt32: return 4;
     case DType::kBFloat16:
-    case DType::kFloat16: return 2;
+    case DType::kFloat16:
+    case DType::kInt16: return 2;
     case DType::kInt64:
     case DType::kFloat64: return 8;
   }
@@ -40,7 +41,7 @@ const char* operation_name(Operation operation) noexcept {
   return name_of(operation, {"forward", "decode"});
 }
 const char* dtype_name(DType dtype) noexcept {
-  return name_of(dtype, {"fp32", "bf16", "fp16", "int32", "int64", "fp64"});
+  return name_of(dtype, {"fp32", "bf16", "fp16", "int32", "int64", "fp64", "int16"});
 }
 const char* gate_mode_name(GateMode mode) noexcept {
   return name_of(mode, {"log", "softplus", "bounded"});

@@ -274,6 +274,20 @@ Status check_tail_tensors(const Problem& p, const TailDesc& tail) {
   return check_tensor({"tail.folded", tail_folded_shape(p, tail), 2, true}, tail.folded);
 }
 
+Status check_split(const Problem& p, const TailDesc& tail, const SplitDesc& split) {
+  const StateDesc& pool = *p.initial_state;
+  if (pool.tensor.dtype != DType::kBFloat16)
+    return invalid("initial_state: dtype ", dtype_name(pool.tensor.dtype),
+                   " is not bf16, which split states have beside tail.rest");
+  if (split.rest.dtype != DType::kInt16)
+    return invalid("tail.rest: dtype ", dtype_name(split.rest.dtype), " is not int16");
+  KDA_RETURN_IF_ERROR(check_tensor({"tail.rest", state_shape(p, pool), 4, true}, split.rest));
+  KDA_RETURN_IF_ERROR(
+      check_tail_rows({"tail.v", tail_v_new_shape(p, tail), 4, true}, split.v, "v", p.v.dtype));
+  return check_tail_rows({"tail.beta", tail_beta_shape(p, tail), 3, true, true}, split.beta, "beta",
+                         p.beta.dtype);
+}
+
 /// A pool of boundary states, and tails in slots of the same numbers.
 Status check_tail(const Problem& p, const TailDesc& tail) {
   if (!p.initial_state || !p.initial_state->indexed)
@@ -298,6 +312,7 @@ Status check_tail(const Problem& p, const TailDesc& tail) {
                    ", but with a tail a sequence has one slot");
   KDA_RETURN_IF_ERROR(check_range("accepted_rows: columns", tail.accepted_columns, 0, tail.rows));
   KDA_RETURN_IF_ERROR(check_tail_tensors(p, tail));
+  if (tail.split) KDA_RETURN_IF_ERROR(check_split(p, tail, *tail.split));
   return decode ? check_decode_tokens(p) : Status{};
 }
 
@@ -402,6 +417,13 @@ TailDesc tails(const Problem& p, int64_t rows) noexcept {
   tail.v_new = contiguous(DType::kFloat32, {tail.num_slots, p.num_value_heads, rows, p.value_dim});
   tail.folded = contiguous(DType::kInt32, {tail.num_slots, p.num_value_heads});
   return tail;
+}
+
+SplitDesc split_states(const Problem& p, int64_t rows) noexcept {
+  const int64_t slots = p.initial_state ? p.initial_state->num_slots : 0;
+  return {states(p, DType::kInt16, slots).tensor,
+          contiguous(p.v.dtype, {slots, p.num_value_heads, rows, p.value_dim}),
+          contiguous(p.beta.dtype, {slots, p.num_value_heads, rows})};
 }
 
 double effective_scale(const Problem& problem) noexcept {

@@ -11,9 +11,11 @@
 namespace kda::cpu {
 
 /// `Backend` has
-///   fold_head(head, end)               S_0 of `source` becomes that in front of position `end`, in
-///   `slot` step_head(token, count, head)      o and rows of v_new, at `position`, of tokens behind
-///   all rows zero_outputs(begin, end, head)     o of tokens that are skipped
+///   fold_head(head, end)            S_0 of `source` becomes that in front of position `end`, in
+///                                   `slot`
+///   remake_head(head)               v_new of the rows that split states have left behind a fold
+///   step_head(token, count, head)   o and rows of v_new, at `position`, of tokens behind all rows
+///   zero_outputs(begin, end, head)  o of tokens that are skipped
 template <class Backend>
 class TailSequence {
  public:
@@ -76,15 +78,18 @@ class TailSequence {
 
   /// S_0 is written: no later call knows that it was zero.
   void start_from_zero() {
-    const TensorDesc& pool = p_.initial_state->tensor;
-    const Shape shape = state_shape(p_, *p_.initial_state);
-    const auto bytes = static_cast<std::size_t>(shape[3] * dtype_size(pool.dtype));
-    each_head([&](int64_t head) {
-      const int64_t first = state_offset(*p_.initial_state, start_.slot, head);
-      for (int64_t i = 0; i < shape[2]; ++i)
-        std::memset(at_bytes(t_.initial_state, pool, first + i * pool.strides[2]), 0, bytes);
-    });
+    clear_states(p_.initial_state->tensor, t_.initial_state);
+    if (tail_.split) clear_states(tail_.split->rest, t_.tail.rest);
     start_.source = start_.slot;
+  }
+  void clear_states(const TensorDesc& states, void* base) {
+    const Shape shape = state_shape(p_, *p_.initial_state);
+    const auto bytes = static_cast<std::size_t>(shape[3] * dtype_size(states.dtype));
+    each_head([&](int64_t head) {
+      const int64_t first = start_.slot * states.strides[0] + head * states.strides[1];
+      for (int64_t i = 0; i < shape[2]; ++i)
+        std::memset(at_bytes(base, states, first + i * states.strides[2]), 0, bytes);
+    });
   }
 
   void set_folded(int64_t folded) {
@@ -102,6 +107,11 @@ class TailSequence {
                                     dtype_size(tail_.g.dtype));
   }
 
+  std::size_t value_bytes() const {
+    return static_cast<std::size_t>(p_.value_dim * dtype_size(p_.v.dtype));
+  }
+  std::size_t beta_bytes() const { return static_cast<std::size_t>(dtype_size(p_.beta.dtype)); }
+
   void move_accepted() {
     const int32_t* rows = t_.tail.accepted_rows + n_ * tail_.accepted_columns;
     const int64_t first = start_.first_accepted();
@@ -116,17 +126,24 @@ class TailSequence {
         move(tail_.g, t_.tail.g, head, gate_bytes());
         move(tail_.v_new, t_.tail.v_new, head,
              static_cast<std::size_t>(p_.value_dim) * sizeof(float));
+        if (!tail_.split) return;
+        move(tail_.split->v, t_.tail.v, head, value_bytes());
+        move(tail_.split->beta, t_.tail.beta, head, beta_bytes());
       });
     }
   }
 
   void fold(int64_t target) {
+    const bool folds = start_.folded < target;
     while (start_.folded < target) {
       const int64_t end = fold_end(start_.folded, target);
       each_head([&](int64_t head) { backend().fold_head(head, end); });
       start_.source = start_.slot;
       set_folded(end);
     }
+    // They have read another bf16 than the tokens behind them will.
+    if (folds && tail_.split && start_.sure() > 0)
+      each_head([&](int64_t head) { backend().remake_head(head); });
     // A plain state is in its own slot, though there may be no row to fold.
     if (!tail_.settle || start_.source == start_.slot) return;
     each_head([&](int64_t head) { backend().fold_head(head, target); });
@@ -137,9 +154,16 @@ class TailSequence {
   void step(int64_t token, int64_t count) {
     each_head([&](int64_t head) {
       backend().step_head(token, count, head);
-      for (int64_t i = 0; i < count; ++i)
-        std::memcpy(row(tail_.g, t_.tail.g, head, start_.position + i),
-                    at_bytes(t_.g, p_.g, row_offset(p_, p_.g, token + i, head)), gate_bytes());
+      const auto append = [&](const TensorDesc& rows, void* base, const TensorDesc& desc,
+                              const void* tokens, std::size_t bytes) {
+        for (int64_t i = 0; i < count; ++i)
+          std::memcpy(row(rows, base, head, start_.position + i),
+                      at_bytes(tokens, desc, row_offset(p_, desc, token + i, head)), bytes);
+      };
+      append(tail_.g, t_.tail.g, p_.g, t_.g, gate_bytes());
+      if (!tail_.split) return;
+      append(tail_.split->v, t_.tail.v, p_.v, t_.v, value_bytes());
+      append(tail_.split->beta, t_.tail.beta, p_.beta, t_.beta, beta_bytes());
     });
     for (int64_t i = 0; i < count; ++i)
       std::memcpy(row(tail_.k, t_.tail.k, q_head_, start_.position + i),

@@ -64,8 +64,8 @@ std::string tail_line(const Problem& p) {
   std::ostringstream out;
   out.exceptions(std::ios::badbit);
   out << "tail            " << p.tail->rows << " rows a slot, boundary states "
-      << dtype_name(p.initial_state->tensor.dtype) << " every " << kTailBoundary << " tokens"
-      << (p.tail->settle ? ", settled" : "") << "\n";
+      << (p.tail->split ? "split in bf16 and 16 bits" : dtype_name(p.initial_state->tensor.dtype))
+      << " every " << kTailBoundary << " tokens" << (p.tail->settle ? ", settled" : "") << "\n";
   return out.str();
 }
 
@@ -173,7 +173,10 @@ void write_problem(const Problem& p, JsonWriter& json) {
   json.member("key_dim", p.key_dim).member("value_dim", p.value_dim);
   json.member("head_map", head_map_name(p.head_map)).member("head_gate", has_head_gate(p));
   json.member("gate", gate_mode_name(p.gate_mode)).member("beta", beta_mode_name(p.beta_mode));
-  if (p.tail) json.member("tail_rows", p.tail->rows).member("settle", p.tail->settle);
+  if (p.tail)
+    json.member("tail_rows", p.tail->rows)
+        .member("settle", p.tail->settle)
+        .member("split_states", has_split_states(p));
   json.member("qk_l2norm", p.qk_l2norm).member("batch_invariant", p.batch_invariant);
   json.end_object();
 }

@@ -101,6 +101,22 @@ constexpr TensorRow kTailTensors[] = {
      }},
 };
 
+/// What splits their boundary states, where the tail has that.
+constexpr TensorRow kSplitTensors[] = {
+    {"tail.rest",
+     [](P p, T t) {
+       return Entry{"", &p.tail->split->rest, state_shape(p, *p.initial_state), t.tail.rest, true};
+     }},
+    {"tail.v",
+     [](P p, T t) {
+       return Entry{"", &p.tail->split->v, tail_v_new_shape(p, *p.tail), t.tail.v, true};
+     }},
+    {"tail.beta",
+     [](P p, T t) {
+       return Entry{"", &p.tail->split->beta, tail_beta_shape(p, *p.tail), t.tail.beta, true};
+     }},
+};
+
 Footprint footprint(const Entry& entry) {
   return footprint(entry.pointer, entry.desc->dtype, entry.shape, entry.desc->strides);
 }
@@ -226,6 +242,8 @@ class Checker {
     for (const TensorRow& row : kTensors) add(row);
     if (p_.tail)
       for (const TensorRow& row : kTailTensors) add(row);
+    if (has_split_states(p_))
+      for (const TensorRow& row : kSplitTensors) add(row);
     if (backward_) collect_gradients();
   }
 
@@ -414,7 +432,7 @@ class Checker {
   const GradientCheck* backward_;         ///< null: not a backward
   /// The first count_ are set. A backward has no tail.
   std::array<Entry, std::size(kTensors) + kNumGradients> entries_;
-  static_assert(std::size(kTailTensors) <= kNumGradients);
+  static_assert(std::size(kTailTensors) + std::size(kSplitTensors) <= kNumGradients);
   std::size_t count_ = 0;
 };
 

@@ -79,6 +79,6 @@ changed field_of_part broken 's/^(  int32_t indexed;.*)$/\1\n  int64_t appended;
 changed enumerator_moved broken 's/KDA_GATE_SOFTPLUS = 1/KDA_GATE_SOFTPLUS = 3/'
 changed status_moved broken 's/KDA_INTERNAL = 6/KDA_INTERNAL = 9/'
 changed field_appended good 's/^  const int32_t\* checkpoint_offsets;.*/&\n  int64_t appended;/'
-changed enumerator_added good 's/^  KDA_FP64 = 5/&, KDA_FP8 = 6/'
+changed enumerator_added good 's/^  KDA_INT16 = 6/&, KDA_FP8 = 7/'
 changed function_added good 's/^void kda_plan_destroy/KDA_API int kda_added(void) { return 1; }\n&/'
 echo "abi_test: $(grep -c '<elf-symbol ' "$abi/kda_c.xml") symbols as the baseline has them"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // kda_soak --seed S --first H --steps N: plays histories H, H + 1, ... of kHistorySteps steps each
-// on the CPU, or with KDA_TEST_DEVICE=cuda on a GPU (history.hpp).
+// on the CPU, or with KDA_TEST_DEVICE=cuda on a GPU (history.hpp). With --tail-errors it prints a
+// table of errors instead (tail_errors.hpp).
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 
 #include "io/output_file.hpp"
 #include "soak/history.hpp"
+#include "soak/tail_errors.hpp"
 #include "soak/tail_history.hpp"
 #include "support/arguments.hpp"
 
@@ -46,7 +48,7 @@ bool has_tails(int64_t number) { return number % 3 == 2; }
 
 int main(int argc, char** argv) {
   uint64_t seed = 1;
-  int64_t first = 0, steps = 1000;
+  int64_t first = 0, steps = 1000, error_tokens = 0;
   std::string json;
   const auto ends = kda::test::parse_arguments(
       argc, argv,
@@ -54,8 +56,11 @@ int main(int argc, char** argv) {
       {kda::test::whole("--seed", &seed, "other seeds, other histories"),
        kda::test::whole("--first", &first, "number of the first history"),
        kda::test::whole("--steps", &steps, "in all; a history has 100"),
+       kda::test::whole("--tail-errors", &error_tokens,
+                        "no histories: errors of so many tokens with tails, on the CPU"),
        kda::test::text("--json", &json, "write what was played to this file")});
   if (ends) return *ends;
+  if (error_tokens > 0) return kda::soak::measure_tail_errors(error_tokens) ? 0 : 1;
   fmt::print("kda_soak --seed {} --first {} --steps {}\n", seed, first, steps);
 
   std::map<std::string, int64_t> counts;

@@ -57,6 +57,8 @@ class TailHistory {
   void copy();
   void evict();
   std::string settle();
+  std::vector<double> state(int32_t slot, int64_t head) const;
+  std::vector<io::Buffer*> of_slots();
   std::string play(const char* what, Operation operation, std::vector<Row> rows, bool trees);
   std::string compare(const Problem& p, const Tensors& t, const Row& row, std::size_t n,
                       int64_t begin, Operation operation);
@@ -70,10 +72,12 @@ class TailHistory {
   std::vector<float> A_log_, dt_bias_;
   std::string backend_;
   io::Buffer pool_, tail_k_, tail_g_, v_new_, folded_;
+  io::Buffer rest_, tail_v_, tail_beta_;  ///< of split states
   io::Buffer q_, k_, v_, g_, beta_, o_;
   std::vector<std::unique_ptr<Request>> requests_;
   std::vector<int32_t> free_;
   double limit_ = 1e-5, worst_ = 0;
+  double state_limit_ = 1e-5;  ///< of settled states
   std::map<std::string, int64_t> counts_;
 };
 

@@ -23,6 +23,9 @@ namespace oracle = cpu::oracle;
 constexpr int64_t kTokens = 70, kHeads = 2, kValueHeads = 4, kKey = 33, kValue = 40, kSlots = 5;
 constexpr int64_t kRows = 20;  // R: up to 5 tokens a decode
 
+/// As the type of a pool: bf16, split.
+constexpr DType kSplit = DType::kInt16;
+
 /// Sizes and types of a sequence: those that fast kernels of a GPU serve, and others.
 struct Sizes {
   int64_t K = kKey, V = kValue;
@@ -35,7 +38,7 @@ struct Sizes {
 struct World {
   check::Inputs inputs;  ///< one sequence of kTokens
   int64_t K, V;
-  io::Buffer pool, k, g, v_new;
+  io::Buffer pool, k, g, v_new, rest, v, beta;  ///< the last three of split states
   std::vector<int32_t> folded;
   std::vector<int32_t> slots = {2}, positions = {0}, sources, parents, accepted;
   std::vector<uint8_t> mask = {1};
@@ -59,15 +62,18 @@ struct World {
     inputs = check::generate(options);
     if (sizes.head_gates) give_one_bias();
     inputs.problem.state_layout = layout;
-    state_dtype = states;
-    const auto made = [](int64_t elements) {
-      io::Buffer buffer(static_cast<std::size_t>(elements) * 4);
+    split = states == kSplit;
+    state_dtype = split ? DType::kBFloat16 : states;
+    const auto made = [](int64_t elements, DType dtype = DType::kFloat32) {
+      io::Buffer buffer(static_cast<std::size_t>(elements * dtype_size(dtype)));
       buffer.fill(0xff);
       return buffer;
     };
-    pool = made(kSlots * kValueHeads * K * V);
+    pool = made(kSlots * kValueHeads * K * V, state_dtype);
     k = made(kSlots * kHeads * kRows * K), g = made(kSlots * kValueHeads * kRows * K);
     v_new = made(kSlots * kValueHeads * kRows * V);
+    rest = made(kSlots * kValueHeads * K * V, DType::kInt16);
+    v = v_new, beta = made(kSlots * kValueHeads * kRows);
     folded.assign(kSlots * kValueHeads, -1);
   }
 
@@ -93,6 +99,7 @@ struct World {
     p.initial_state = states(p, state_dtype, kSlots, true);
     p.initial_state_mask = true;
     p.tail = tails(p, kRows);
+    if (split) p.tail->split = split_states(p, kRows);
     p.tail->sources = !sources.empty();
     p.tail->accepted_columns = static_cast<int64_t>(accepted.size()) / N;
     if (!parents.empty()) {
@@ -117,8 +124,8 @@ struct World {
     t.initial_state_indices = slots.data();
     t.initial_state_mask = mask.data();
     t.token_parents = parents.data();
-    t.tail = {k.data(),         g.data(),       v_new.as<float>(), folded.data(),
-              positions.data(), sources.data(), accepted.data()};
+    t.tail = {k.data(),       g.data(),        v_new.as<float>(),  folded.data(), positions.data(),
+              sources.data(), accepted.data(), rest.as<int16_t>(), v.data(),      beta.data()};
     KDA_RETURN_IF_ERROR(check::run_and_wait(plan, t, workspace.data(), workspace.size()));
     for (std::size_t i = 0; i < o->size(); ++i)
       (*o)[i] = static_cast<float>(load_double(rows.data(), out, static_cast<int64_t>(i)));
@@ -137,12 +144,35 @@ struct World {
   }
 
   std::vector<double> state(int64_t slot, int64_t head) const {
-    Problem p = inputs.problem;
-    return oracle::load_state(p, states(p, state_dtype, kSlots, true), pool.data(), slot, head);
+    const Problem p = inputs.problem;
+    if (!split)
+      return oracle::load_state(p, states(p, state_dtype, kSlots, true), pool.data(), slot, head);
+    io::Buffer joined(static_cast<std::size_t>(kSlots * kValueHeads * K * V) * 4);
+    for (int64_t i = 0; i < kSlots * kValueHeads * K * V; ++i)
+      joined.as<float>()[i] = join_float(pool.as<uint16_t>()[i], rest.as<int16_t>()[i]);
+    return oracle::load_state(p, states(p, DType::kFloat32, kSlots, true), joined.data(), slot,
+                              head);
+  }
+  /// All that calls write but o and `folded`.
+  std::vector<io::Buffer World::*> written() const {
+    std::vector<io::Buffer World::*> all = {&World::pool, &World::k, &World::g, &World::v_new};
+    if (split) all.insert(all.end(), {&World::rest, &World::v, &World::beta});
+    return all;
+  }
+
+  /// Bytes of a slot.
+  std::size_t slot_bytes(io::Buffer World::*of) const {
+    return (this->*of).size() / static_cast<std::size_t>(kSlots);
   }
 
   DType state_dtype;
+  bool split;
 };
+
+bool same_states(const World& a, const World& b) {
+  return std::memcmp(a.pool.data(), b.pool.data(), a.pool.size()) == 0 &&
+         std::memcmp(a.rest.data(), b.rest.data(), a.rest.size()) == 0;
+}
 
 /// Pieces of a sequence: how many of its tokens, and by which operation; drafts that are rejected
 /// come behind those of a decode. A decode without tokens settles.
@@ -219,15 +249,21 @@ void expect_same_bits_for_every_cut(const std::string& backend, StateLayout layo
     World world(layout, states, sizes);
     world.backend = backend;
     ASSERT_EQ(play(&world, cut), expected) << backend;
-    ASSERT_EQ(std::memcmp(world.pool.data(), steps.pool.data(), world.pool.size()), 0);
+    ASSERT_TRUE(same_states(world, steps));
     ASSERT_EQ(world.folded, steps.folded);
   }
   const double bound = states == DType::kBFloat16 ? 2e-2 : 1e-5;
-  // Accepted drafts behind a boundary have read the state in front of it: roundings differ.
+  // Accepted drafts behind a boundary have read the state in front of it: roundings differ. Those
+  // of split states make the same state all the same.
   World across(layout, states, sizes);
   across.backend = backend;
-  ASSERT_LT(distance(play(&across, repeated(13, {kStep, 5})), expected),
-            states == DType::kBFloat16 ? bound : 1e-6);
+  ASSERT_LT(distance(play(&across, repeated(13, {kStep, 5})), expected), states == DType::kBFloat16
+                                                                             ? bound
+                                                                         : states == kSplit ? 3e-3
+                                                                                            : 1e-6);
+  if (states == kSplit) {
+    ASSERT_TRUE(same_states(across, steps)) << backend;
+  }
   // And it is the recurrence.
   const check::Inputs part = test::slice(steps.inputs, 0, 65);
   for (int64_t head = 0; head < kValueHeads; ++head) {
@@ -241,9 +277,10 @@ TEST(Tail, CutsOfASequenceHaveTheSameBits) {
   const Sizes one_gate{20, 16, DType::kBFloat16, check::Regime::kSoftplus, true};
   for (const std::string& backend : backends_with_tails()) {
     for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
-      for (const DType states : {DType::kFloat32, DType::kBFloat16})
+      for (const DType states : {DType::kFloat32, DType::kBFloat16, kSplit})
         expect_same_bits_for_every_cut(backend, layout, states, {});
     expect_same_bits_for_every_cut(backend, StateLayout::kKV, DType::kFloat32, one_gate);
+    expect_same_bits_for_every_cut(backend, StateLayout::kVK, kSplit, one_gate);
   }
 }
 
@@ -259,15 +296,19 @@ TEST(Tail, FastKernelsHaveTheSameBitsForEveryCut) {
   } cases[] = {{StateLayout::kKV, DType::kFloat32, wide},
                {StateLayout::kVK, DType::kBFloat16, narrow},
                {StateLayout::kKV, DType::kBFloat16, one_gate},
-               {StateLayout::kVK, DType::kFloat32, one_gate}};
+               {StateLayout::kVK, DType::kFloat32, one_gate},
+               {StateLayout::kKV, kSplit, wide},
+               {StateLayout::kVK, kSplit, narrow}};
   for (const std::string& backend : backends_with_tails())
     for (const auto& x : cases)
       expect_same_bits_for_every_cut(backend, x.layout, x.states, x.sizes);
 }
 
-/// A GPU takes a forward up to the boundary where it ends, and decodes what is behind it.
+/// A GPU takes a forward up to the boundary where it ends, and decodes what is behind it. With
+/// split states it reads all bits in front of a boundary, a CPU bf16.
 void expect_prefills_as_on_a_cpu(const std::string& backend, StateLayout layout, DType states,
                                  const Sizes& sizes, double bound) {
+  const double of_o = states == kSplit ? std::max(bound, 4e-3) : bound;
   // Boundaries that no call ends at; tails that a plain state begins, of 16 rows and more that no
   // boundary divides; calls without tokens.
   const std::vector<std::vector<Piece>> cuts = {
@@ -299,7 +340,7 @@ void expect_prefills_as_on_a_cpu(const std::string& backend, StateLayout layout,
     cpu.on_cpu = true;
     const std::vector<float> o = play(&world, cut), expected = play(&cpu, cut);
     ASSERT_EQ(o.size(), expected.size());
-    ASSERT_LT(distance(o, expected), bound) << backend;
+    ASSERT_LT(distance(o, expected), of_o) << backend;
     ASSERT_EQ(world.folded_after, cpu.folded_after) << backend;
     ASSERT_EQ(world.folded, cpu.folded);
     for (int64_t head = 0; head < kValueHeads; ++head)
@@ -317,10 +358,67 @@ TEST(Tail, PrefillsOnAGpuEndInTailsAsOnACpu) {
                               {20, 16, DType::kBFloat16, Regime::kSoftplus, true}, 2e-2);
   const Sizes wide{128, 128, DType::kBFloat16, Regime::kTrained};
   const Sizes one_gate{64, 64, DType::kBFloat16, Regime::kSoftplus, true};
+  expect_prefills_as_on_a_cpu("recurrent", kVK, kSplit, {}, 1e-5);
+  expect_prefills_as_on_a_cpu("recurrent", kKV, kSplit, one_gate, 1e-5);
   expect_prefills_as_on_a_cpu("staged", kVK, kHalf, {64, 64, kHalf, Regime::kTrained}, 2e-2);
   const bool hopper = test::device().compute_capability == 90;
   expect_prefills_as_on_a_cpu(hopper ? "sm90.fused" : "sm80.fused", kKV, kFloat, wide, 2e-2);
+  expect_prefills_as_on_a_cpu(hopper ? "sm90.fused" : "sm80.fused", kKV, kSplit, wide, 2e-2);
   if (hopper) expect_prefills_as_on_a_cpu("gdn", kKV, kFloat, one_gate, 2e-2);
+}
+
+TEST(Tail, PartsOfSplitStatesHaveAllBits) {
+  const auto expect = [](float x) {
+    const SplitNumber parts = split_float(x);
+    const float joined = join_float(parts.bf16, parts.rest), rounded = bf16_to_float(parts.bf16);
+    EXPECT_EQ(__builtin_bit_cast(uint32_t, joined), __builtin_bit_cast(uint32_t, x)) << x;
+    if (std::isfinite(rounded)) {
+      EXPECT_LE(std::fabs(rounded - x), std::ldexp(std::fabs(x), -8));
+    }
+  };
+  check::Random random(1);
+  for (int i = 0; i < 100000; ++i)
+    expect(
+        static_cast<float>(std::ldexp(random.normal(), static_cast<int>(random.below(40)) - 20)));
+  for (const float x : {0.0f, -0.0f, 1.0f, 1.00390625f, -1.00390625f, 3.3e38f, INFINITY, -INFINITY})
+    expect(x);
+  // A tie goes away from zero.
+  EXPECT_EQ(bf16_to_float(split_float(1.00390625f).bf16), 1.0078125f);
+  const SplitNumber nan = split_float(__builtin_bit_cast(float, 0xffffffffu));
+  EXPECT_TRUE(std::isnan(bf16_to_float(nan.bf16)) && std::isnan(join_float(nan.bf16, nan.rest)));
+}
+
+/// A tree whose accepted rows lie on both sides of a boundary: rows behind a fold follow from the
+/// new bf16, so that states and later tokens are those of single steps.
+TEST(Tail, RowsBehindAFoldOfSplitStatesAreMadeAnew) {
+  for (const std::string& backend : backends_with_tails())
+    for (const Sizes& sizes : {Sizes{}, Sizes{64, 64, DType::kBFloat16, check::Regime::kTrained}}) {
+      World tree(StateLayout::kKV, kSplit, sizes);
+      tree.backend = backend;
+      World steps = tree;
+      std::vector<float> o, expected;
+      tree.mask = steps.mask = {0};
+      for (int64_t at = 0; at < 20; ++at, steps.mask = {1}) {
+        steps.positions = {static_cast<int32_t>(at)};
+        ASSERT_TRUE(steps.call(kStep, at, at + 1, &expected).ok());
+      }
+      for (int64_t at = 0; at < 15; at += 3, tree.mask = {1}) {
+        tree.positions = {static_cast<int32_t>(at)};
+        ASSERT_TRUE(tree.call(kStep, at, at + 3, &o).ok());
+      }
+      tree.positions = {15};
+      tree.parents = {-1, 0, 1, 2, 3};
+      ASSERT_TRUE(tree.call(kStep, 15, 20, &o).ok());
+      tree.parents.clear();
+      tree.positions = steps.positions = {20}, tree.accepted = {0, 1, 2, 3, 4};
+      ASSERT_TRUE(tree.call(kStep, 20, 21, &o).ok());
+      ASSERT_TRUE(steps.call(kStep, 20, 21, &expected).ok());
+      EXPECT_TRUE(same_states(tree, steps)) << backend;
+      EXPECT_LT(distance(o, expected), 1e-6) << backend;
+      tree.positions = steps.positions = {21}, tree.accepted.clear();
+      ASSERT_TRUE(tree.settle().ok() && steps.settle().ok());
+      EXPECT_TRUE(same_states(tree, steps)) << backend;
+    }
 }
 
 TEST(Tail, TokensBehindABoundaryHaveTheBitsOfSteps) {
@@ -370,7 +468,7 @@ TEST(Tail, SequencesOfAPrefillHaveTheirOwnLengths) {
       EXPECT_TRUE(std::equal(first, last, o.begin(), o.end())) << backend << " " << n;
       const auto at = static_cast<std::size_t>(world.slots[n]) * kValueHeads;
       EXPECT_EQ(world.folded[at], single.folded[at]);
-      const std::size_t bytes = world.pool.size() / kSlots;
+      const std::size_t bytes = world.slot_bytes(&World::pool);
       EXPECT_EQ(std::memcmp(world.pool.data() + at / kValueHeads * bytes,
                             single.pool.data() + at / kValueHeads * bytes, bytes),
                 0);
@@ -389,22 +487,25 @@ TEST(Tail, SequencesOfAPrefillHaveTheirOwnLengths) {
 }
 
 TEST(Tail, StepsReadBoundaryStatesAndFoldEverySixteenTokens) {
-  World world;
-  std::vector<float> o;
-  begin(&world, 19);
-  EXPECT_EQ(world.folded[2 * kValueHeads], 16);
-  for (int64_t at = 19; at < 34; ++at) {
-    const io::Buffer before = world.pool;
-    world.positions[0] = static_cast<int32_t>(at);
-    ASSERT_TRUE(world.call(kStep, at, at + 1, &o).ok());
-    const bool folds = at == 32;
-    EXPECT_EQ(std::memcmp(before.data(), world.pool.data(), before.size()) != 0, folds) << at;
-    EXPECT_EQ(world.folded[2 * kValueHeads], at < 32 ? 16 : 32);
+  for (const DType states : {DType::kFloat32, kSplit}) {
+    World world(StateLayout::kKV, states);
+    std::vector<float> o;
+    begin(&world, 19);
+    EXPECT_EQ(world.folded[2 * kValueHeads], 16);
+    for (int64_t at = 19; at < 34; ++at) {
+      const World before = world;
+      world.positions[0] = static_cast<int32_t>(at);
+      ASSERT_TRUE(world.call(kStep, at, at + 1, &o).ok());
+      const bool folds = at == 32;
+      EXPECT_EQ(!same_states(before, world), folds) << at;
+      EXPECT_EQ(world.folded[2 * kValueHeads], at < 32 ? 16 : 32);
+    }
   }
 }
 
-TEST(Tail, ChildrenReadTheStateOfTheirSource) {
-  World world;
+void expect_children_read_the_state_of_their_source(DType states) {
+  const World fresh(StateLayout::kKV, states);
+  World world = fresh;
   std::vector<float> o, alone;
   begin(&world, 32);
   World single = world;
@@ -422,7 +523,7 @@ TEST(Tail, ChildrenReadTheStateOfTheirSource) {
   EXPECT_EQ(world.folded[3 * kValueHeads], 48);
   // A prompt goes on from it too, with and without a boundary of its own.
   for (const int64_t end : {int64_t{40}, int64_t{59}}) {
-    World child, whole;
+    World child = fresh, whole = fresh;
     begin(&child, 32), begin(&whole, 32);
     const io::Buffer before = child.pool;
     child.slots = {3}, child.sources = {2}, child.positions = whole.positions = {32};
@@ -438,6 +539,11 @@ TEST(Tail, ChildrenReadTheStateOfTheirSource) {
     ASSERT_TRUE(whole.call(kStep, end, end + 1, &alone).ok());
     EXPECT_EQ(o, alone);
   }
+}
+
+TEST(Tail, ChildrenReadTheStateOfTheirSource) {
+  expect_children_read_the_state_of_their_source(DType::kFloat32);
+  expect_children_read_the_state_of_their_source(kSplit);
 }
 
 TEST(Tail, WrongUseIsRefusedByNameAndNothingIsWritten) {
@@ -518,8 +624,20 @@ TEST(Tail, WrongUseIsRefusedByNameAndNothingIsWritten) {
       {"final_state: is not taken with a tail",
        of_problem([](Problem* p) { p->final_state = p->initial_state; })},
       {"state_index_columns: S = 2, but with a tail",
-       of_problem([](Problem* p) { p->state_index_columns = 2; })}};
-  World begun;
+       of_problem([](Problem* p) { p->state_index_columns = 2; })},
+      {"initial_state: dtype fp32 is not bf16, which split states have beside tail.rest",
+       of_problem([](Problem* p) { p->initial_state->tensor.dtype = DType::kFloat32; })},
+      {"tail.rest: dtype bf16 is not int16",
+       of_problem([](Problem* p) { p->tail->split->rest.dtype = DType::kBFloat16; })},
+      {"tail.v: dtype bf16 is not that of v, fp32",
+       of_problem([](Problem* p) { p->tail->split->v.dtype = DType::kBFloat16; })},
+      {"tail.beta: dtype fp16 is not that of beta, fp32",
+       of_problem([](Problem* p) { p->tail->split->beta.dtype = DType::kFloat16; })},
+      {"tail.rest: stride 0 makes elements of this output overlap",
+       of_problem([](Problem* p) { p->tail->split->rest.strides[1] = 0; })},
+      {"tail.rest: was never described",
+       of_problem([](Problem* p) { p->tail->split->rest.strides.fill(kUnsetStride); })}};
+  World begun(StateLayout::kKV, kSplit);
   std::vector<float> o;
   begun.mask[0] = 0;
   ASSERT_TRUE(begun.call(kPrefill, 0, 19, &o).ok());
@@ -531,8 +649,9 @@ TEST(Tail, WrongUseIsRefusedByNameAndNothingIsWritten) {
     const Status status = world.call(row.operation, 19, 19 + row.tokens, &o);
     EXPECT_NE(status.message().find(row.text), std::string::npos) << row.text << "\n"
                                                                   << status.message();
-    EXPECT_EQ(std::memcmp(world.pool.data(), begun.pool.data(), begun.pool.size()), 0);
-    EXPECT_EQ(std::memcmp(world.v_new.data(), begun.v_new.data(), begun.v_new.size()), 0);
+    for (auto buffer : begun.written())
+      EXPECT_EQ(std::memcmp((world.*buffer).data(), (begun.*buffer).data(), (begun.*buffer).size()),
+                0);
     EXPECT_EQ(world.folded, folded);
     for (const float x : o) EXPECT_TRUE(std::isnan(x)) << row.text;
   }
@@ -574,12 +693,13 @@ TEST(Tail, WrongUseIsFlaggedAndSkippedOnAGpu) {
       {"accepted rows beyond the tail", kBadTail, [](World* w) {
          w->accepted = {0, 19, -1, -1};
        }}};
-  World begun;
+  World begun(StateLayout::kKV, kSplit);
   begin(&begun, 19);
   // Another sequence, at the same position.
-  for (io::Buffer* buffer : {&begun.pool, &begun.k, &begun.g, &begun.v_new}) {
-    const std::size_t bytes = buffer->size() / kSlots;
-    std::memcpy(buffer->data() + 3 * bytes, buffer->data() + 2 * bytes, bytes);
+  for (auto member : begun.written()) {
+    const std::size_t bytes = begun.slot_bytes(member);
+    std::byte* data = (begun.*member).data();
+    std::memcpy(data + 3 * bytes, data + 2 * bytes, bytes);
   }
   std::fill_n(begun.folded.begin() + 3 * kValueHeads, kValueHeads, 16);
   begun.slots = {2, 3}, begun.positions = {19, 19}, begun.mask = {1, 1};
@@ -598,8 +718,8 @@ TEST(Tail, WrongUseIsFlaggedAndSkippedOnAGpu) {
     for (std::ptrdiff_t i = 0; i < size; ++i) ASSERT_TRUE(std::isnan(o[i])) << row.what;
     EXPECT_TRUE(std::equal(right.begin() + size, right.end(), o.begin() + size)) << row.what;
     EXPECT_EQ(world.folded, folded) << row.what;
-    for (auto buffer : {&World::pool, &World::k, &World::g, &World::v_new}) {
-      const std::size_t bytes = (world.*buffer).size() / kSlots;
+    for (auto buffer : begun.written()) {
+      const std::size_t bytes = world.slot_bytes(buffer);
       EXPECT_EQ(std::memcmp((world.*buffer).data(), (begun.*buffer).data(), 3 * bytes), 0)
           << row.what;
     }
@@ -619,8 +739,8 @@ TEST(Tail, WrongUseIsFlaggedAndSkippedOnAGpu) {
     EXPECT_TRUE(std::equal(o.begin() + static_cast<std::ptrdiff_t>(o.size() / 2), o.end(),
                            prefilled.begin()))
         << row.what;
-    for (auto buffer : {&World::pool, &World::k, &World::g, &World::v_new}) {
-      const std::size_t bytes = (world.*buffer).size() / kSlots;
+    for (auto buffer : begun.written()) {
+      const std::size_t bytes = world.slot_bytes(buffer);
       EXPECT_EQ(std::memcmp((world.*buffer).data(), (begun.*buffer).data(), 3 * bytes), 0)
           << row.what;
     }
@@ -680,6 +800,12 @@ TEST(Tail, PlansSayItAndGpusRefuseMoreRowsThanTheyHaveMemoryFor) {
   EXPECT_NE(plan.to_text().find("tail            20 rows a slot, boundary states fp32 every 16"),
             std::string::npos);
   EXPECT_NE(plan.to_json().find("\"tail_rows\""), std::string::npos);
+  Problem split = p;
+  split.initial_state = states(p, DType::kBFloat16, kSlots, true);
+  split.tail->split = split_states(split, kRows);
+  ASSERT_TRUE(make_plan(split, {}, cpu_facts(), {}, &plan).ok());
+  EXPECT_NE(plan.to_text().find("boundary states split in bf16 and 16 bits every 16"),
+            std::string::npos);
   const DeviceFacts gpu = gpu_facts(132, 90);
   ASSERT_TRUE(make_plan(p, {}, gpu, {}, &plan).ok());
   EXPECT_TRUE(supported(p, gpu).ok());
@@ -691,6 +817,14 @@ TEST(Tail, PlansSayItAndGpusRefuseMoreRowsThanTheyHaveMemoryFor) {
             (std::vector<std::string>{"tail_fold tail_ends", "tail_fold tail", "forward recurrent",
                                       "tail_rows tail", "tail_rows append_keys"}));
   EXPECT_NE(plan.to_text().find("tokens behind that boundary, at most 15"), std::string::npos);
+  const std::size_t of_fp32 = plan.workspace_bytes;
+  ASSERT_TRUE(make_plan(split, {}, gpu, {}, &plan).ok());
+  EXPECT_GE(plan.workspace_bytes, of_fp32 + kValueHeads * kKey * kValue * sizeof(float));
+  for (const std::string kernel : {"join_states", "split_states"})
+    EXPECT_EQ(std::count_if(plan.kernels.begin(), plan.kernels.end(),
+                            [&](const KernelChoice& choice) { return choice.kernel == kernel; }),
+              1)
+        << kernel;
   PlanOptions oracle_only;
   oracle_only.backend = "oracle";
   EXPECT_EQ(make_plan(p, {}, gpu, oracle_only, &plan).code(), StatusCode::kUnavailable);
@@ -734,11 +868,11 @@ TEST(Tail, PlansSayItAndGpusRefuseMoreRowsThanTheyHaveMemoryFor) {
 
 TEST(Tail, InC) {
   if (test::on_cuda()) GTEST_SKIP() << "its calls are on host memory";
-  World world;
+  World world(StateLayout::kVK, kSplit);
   std::vector<float> expected;
   world.mask[0] = 0;
   ASSERT_TRUE(world.call(kStep, 0, 3, &expected).ok());
-  World other;
+  World other(StateLayout::kVK, kSplit);
   const check::Inputs part = test::slice(other.inputs, 0, 3);
   std::vector<float> o(expected.size(), NAN);
   c::Problem p;
@@ -748,19 +882,22 @@ TEST(Tail, InC) {
   p.gate_mode = static_cast<int32_t>(part.problem.gate_mode);
   p.beta_mode = static_cast<int32_t>(part.problem.beta_mode);
   p.qk_l2norm = part.problem.qk_l2norm;
+  p.state_layout = KDA_STATE_VK;
   p.tokens(KDA_FP32, {part.q.data(), part.k.data(), part.v.data(), part.g.data(), part.beta.data(),
                       o.data()});
-  p.states(&kda_problem::initial_state, other.pool.data(), KDA_FP32, kSlots, other.slots.data());
+  p.states(&kda_problem::initial_state, other.pool.data(), KDA_BF16, kSlots, other.slots.data());
   const uint8_t fresh = 0;
   p.initial_state_mask = &fresh;
   c::Tail tail;
   tail.describe(p, kRows,
                 {other.k.data(), other.g.data(), other.v_new.as<float>(), other.folded.data()});
+  tail.split(p, {other.rest.as<int16_t>(), other.v.data(), other.beta.data()});
   tail.positions = other.positions.data();
   p.tail = &tail;
   c::call(p);
   EXPECT_EQ(o, expected);
   EXPECT_EQ(other.folded, world.folded);
+  EXPECT_TRUE(same_states(other, world));
   // A field of a later version is refused where it is not zero.
   struct Newer : kda_tail {
     int64_t field = 1;
@@ -770,6 +907,19 @@ TEST(Tail, InC) {
   p.tail = &newer;
   EXPECT_EQ(kda_call(&p, nullptr), KDA_INVALID_ARGUMENT);
   EXPECT_NE(std::string(kda_last_error()).find("tail: struct_size"), std::string::npos);
+  // What is described before the tail.
+  c::Tail early;
+  EXPECT_EQ(kda_split_states(&p, &early, nullptr), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "tail: rows = 0; call kda_tails first");
+  // A plan for states that are not split.
+  c::Tail whole = tail;
+  whole.rest = whole.v = whole.beta = {};
+  p.tail = &whole;
+  const c::Plan of_whole(p);
+  p.tail = &tail;
+  c::Workspace memory;
+  EXPECT_THROW(of_whole.run(p, memory), c::Error);
+  EXPECT_STREQ(kda_last_error(), "tail.rest: given, but the plan was made without it");
   // A plan that was made without a tail.
   p.tail = nullptr;
   const c::Plan plain(p);

@@ -383,14 +383,14 @@ TEST_F(Cli, TimesTailsOfEverySizeOnEveryCpu) {
   for (const char* tokens : {"1", "2", "3", "4", "8"})
     for (const char* sizes : {"--key-dim 40 --value-dim 72", "--key-dim 128 --value-dim 128"})
       cases += cat(" --case '--batch 1 --heads 1 --dtype fp32 --tokens ", tokens, " ", sizes, "'");
-  for (const char* backend : {"portable", "avx2", "avx512"}) {
-    const Ran ran =
-        kda(cat("bench decode --device cpu --tail --milliseconds 1 --threads 1 --backend ", backend,
-                cases));
-    if (ran.exit_code == 3) continue;  // not on this CPU
-    EXPECT_EQ(ran.exit_code, 0) << backend << ": " << ran.err;
-    EXPECT_NE(ran.out.find("of decode"), std::string::npos) << ran.out;
-  }
+  for (const char* backend : {"portable", "avx2", "avx512"})
+    for (const char* states : {"fp32", "split"}) {
+      const Ran ran = kda(cat("bench decode --device cpu --tail --boundary-states ", states,
+                              " --milliseconds 1 --threads 1 --backend ", backend, cases));
+      if (ran.exit_code == 3) continue;  // not on this CPU
+      EXPECT_EQ(ran.exit_code, 0) << backend << ": " << ran.err;
+      EXPECT_NE(ran.out.find("of decode"), std::string::npos) << ran.out;
+    }
 }
 
 /// What `kda run` can be asked for can be planned.
@@ -814,14 +814,15 @@ TEST_F(CliOnGpu, TimesEveryStage) {
       kda("bench decode --case '--batch 2 --tokens 1 --heads 1 --key-dim 64 --value-dim 64' "
           "--device cuda");
   EXPECT_EQ(decode.exit_code, 0) << decode.err;
-  const Ran tails =
-      kda("bench decode --tail --case '--batch 2 --tokens 2 --heads 1 --key-dim 64 --value-dim 64' "
-          "--device cuda");
-  EXPECT_NE(tails.out.find("tail, all fold"), std::string::npos) << tails.err;
-  const Ran prefills =
-      kda("bench forward --tail --case '--seq-lens 20,3 --heads 1 --key-dim 64 --value-dim 64' "
-          "--device cuda");
-  EXPECT_NE(prefills.out.find("forward, tail"), std::string::npos) << prefills.err;
+  for (const char* states : {"fp32", "split"}) {
+    const std::string tail = cat(" --tail --device cuda --boundary-states ", states, " --case ");
+    const Ran tails =
+        kda("bench decode" + tail + "'--batch 2 --tokens 2 --heads 1 --key-dim 64 --value-dim 64'");
+    EXPECT_NE(tails.out.find("tail, all fold"), std::string::npos) << tails.err;
+    const Ran prefills =
+        kda("bench forward" + tail + "'--seq-lens 20,3 --heads 1 --key-dim 64 --value-dim 64'");
+    EXPECT_NE(prefills.out.find("forward, tail"), std::string::npos) << prefills.err;
+  }
   EXPECT_EQ(kda("bench lengths --tail" + forward + " --device cuda").exit_code, 2);
   // fp32 has no chunk stages.
   EXPECT_EQ(kda("bench intra --case '--tokens 8 --heads 1 --dtype fp32' --device cuda").exit_code,

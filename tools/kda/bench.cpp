@@ -51,6 +51,7 @@ struct BenchCommand {
   bool head_gates = false;
   std::string head_map;
   bool tail = false;
+  std::string states = "fp32";
   ScheduleFlags schedule;
 
   void operator()() {
@@ -75,7 +76,7 @@ struct BenchCommand {
     BenchFiles files(json_path, csv_path);
     CpuBench bench(what, device, schedule.plan_options(),
                    milliseconds > 0 ? 1e-3 * static_cast<double>(milliseconds) : 0.5);
-    if (tail) bench.with_tails();
+    if (tail) bench.with_tails(parse_boundary_states(states));
     std::vector<CpuRow> rows;
     for (const std::string& text : texts) {
       check::Inputs inputs = make_inputs(text);
@@ -151,7 +152,7 @@ struct BenchCommand {
     for (const std::string& text : texts) case_options(text);
     BenchFiles files(json_path, csv_path);
     GpuBench bench(device);
-    if (tail) bench.with_tails();
+    if (tail) bench.with_tails(parse_boundary_states(states));
     std::vector<GpuRow> rows;
     Progress progress("bench");
     for (const std::string& text : texts) {
@@ -187,9 +188,13 @@ void add_bench(CLI::App& app, const std::string& command) {
     c->case_texts.push_back(text);
     return std::string();
   };
-  add_switch(*sub, "--tail", &c->tail,
-             "Time decode with tails of random length, on a GPU a forward that ends in tails, and "
-             "the same without tails beside it");
+  auto* tail = add_switch(*sub, "--tail", &c->tail,
+                          "Time decode with tails of random length, on a GPU a forward that ends "
+                          "in tails, and the same without tails beside it");
+  add_choice(*sub, "--boundary-states", &c->states, {"fp32", "bf16", "split"},
+             "What the pool has in front of a tail; split: bf16, and 16 bits that folds read")
+      ->needs(tail)
+      ->default_str(c->states);
   add_values(*sub, "--case", "FLAGS", add_case, "One case as flags of kda gen; may be repeated")
       ->excludes(set);
   add_switch(*sub, "--head-gates", &c->head_gates,

@@ -259,7 +259,12 @@ class TailSteps {
           g(bytes(tail.g, tail)),
           v_new(bytes(tail.v_new, tail)),
           folded(static_cast<std::size_t>(tail.num_slots * p.num_value_heads)) {
-      for (io::Buffer* buffer : {&k, &g, &v_new}) buffer->fill(0);
+      if (tail.split) {
+        rest = io::Buffer(bytes(tail.split->rest, tail));
+        v = io::Buffer(bytes(tail.split->v, tail));
+        beta = io::Buffer(bytes(tail.split->beta, tail));
+      }
+      for (io::Buffer* buffer : {&k, &g, &v_new, &rest, &v, &beta}) buffer->fill(0);
     }
     static std::size_t bytes(const TensorDesc& desc, const TailDesc& tail) {
       return static_cast<std::size_t>(tail.num_slots * desc.strides[0] * dtype_size(desc.dtype));
@@ -269,9 +274,12 @@ class TailSteps {
               .g = g.data(),
               .v_new = v_new.as<float>(),
               .folded = folded.data(),
-              .positions = positions};
+              .positions = positions,
+              .rest = rest.as<int16_t>(),
+              .v = v.data(),
+              .beta = beta.data()};
     }
-    io::Buffer k, g, v_new;
+    io::Buffer k, g, v_new, rest, v, beta;
     std::vector<int32_t> folded;
   };
 
@@ -292,8 +300,7 @@ void CpuBench::measure_tails(check::Inputs& inputs, CpuRow* row) {
   const Plan plain = make_plan_of(inputs, options_);
   check::Inputs with_tail = inputs;
   Problem& tailed = with_tail.problem;
-  tailed.initial_state->indexed = true;
-  tailed.tail = tails(tailed, kTailBoundary + p.num_tokens - 1);
+  add_tails(&tailed, kTailBoundary + p.num_tokens - 1, *tails_);
   const Plan plan = make_plan_of(with_tail, options_);
   Tensors tensors = inputs.tensors();
   outputs.attach(&tensors);
@@ -314,7 +321,9 @@ void CpuBench::measure_tails(check::Inputs& inputs, CpuRow* row) {
       *seconds /= kTailBoundary;
   // A read of S_0, and a read and a write every 16 tokens. Rows are not counted.
   const double states = static_cast<double>(inputs.initial_state.size());
-  row->bytes = states * (1 + 2.0 * static_cast<double>(p.num_tokens) / kTailBoundary);
+  const StateShares shares = state_shares(tailed);
+  const double folds = static_cast<double>(p.num_tokens) / kTailBoundary;
+  row->bytes = states * (shares.step + (shares.step + shares.fold) * folds);
   row->extra = {{"decode", format_seconds(plain_timing.median)},
                 {"of decode", fmt::format("{:.2f}x", row->timing.median / plain_timing.median)}};
 }

@@ -2,6 +2,7 @@
 // `kda bench` on the CPU: times of the operation and of its stages.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,7 +37,7 @@ class CpuBench {
       : what_(std::move(what)), device_(device), options_(options), min_seconds_(min_seconds) {}
 
   /// Times decode with tails of random length in the place of decode, which is timed beside it.
-  void with_tails() { tails_ = true; }
+  void with_tails(BoundaryStates states) { tails_ = states; }
 
   CpuRow measure(const std::string& name, check::Inputs& inputs);
 
@@ -57,7 +58,7 @@ class CpuBench {
   Timing time_plan(check::Inputs& inputs, const PlanOptions& options, Plan* plan);
 
   std::string what_;
-  bool tails_ = false;
+  std::optional<BoundaryStates> tails_;
   DeviceFacts device_;
   PlanOptions options_;
   double min_seconds_;

@@ -236,6 +236,12 @@ class DeviceTails {
         v_new_(bytes(p.tail->v_new, *p.tail)),
         folded_(static_cast<std::size_t>(p.tail->num_slots * p.num_value_heads) * 4),
         on_device_(static_cast<std::size_t>(p.num_sequences) * 4) {
+    if (const auto& split = p.tail->split) {
+      rest_ = check::DeviceBuffer(bytes(split->rest, *p.tail));
+      v_ = check::DeviceBuffer(bytes(split->v, *p.tail));
+      beta_ = check::DeviceBuffer(bytes(split->beta, *p.tail));
+      for (check::DeviceBuffer* buffer : {&rest_, &v_, &beta_}) buffer->fill(0);
+    }
     for (check::DeviceBuffer* buffer : {&k_, &g_, &v_new_}) buffer->fill(0);
   }
   /// All tails are those of boundary states at position 0.
@@ -245,7 +251,10 @@ class DeviceTails {
             .g = g_.data(),
             .v_new = static_cast<float*>(v_new_.data()),
             .folded = static_cast<int32_t*>(folded_.data()),
-            .positions = static_cast<const int32_t*>(on_device_.data())};
+            .positions = static_cast<const int32_t*>(on_device_.data()),
+            .rest = static_cast<int16_t*>(rest_.data()),
+            .v = v_.data(),
+            .beta = beta_.data()};
   }
   /// One number a sequence, from `position`.
   void set_positions(int64_t count, const std::function<int64_t(int64_t)>& position) {
@@ -260,7 +269,7 @@ class DeviceTails {
   static std::size_t bytes(const TensorDesc& desc, const TailDesc& tail) {
     return static_cast<std::size_t>(tail.num_slots * desc.strides[0] * dtype_size(desc.dtype));
   }
-  check::DeviceBuffer k_, g_, v_new_, folded_, on_device_;
+  check::DeviceBuffer k_, g_, v_new_, folded_, on_device_, rest_, v_, beta_;
   std::vector<int32_t> positions_;
 };
 
@@ -270,6 +279,13 @@ double row_bytes(const Problem& p) {
   return static_cast<double>(p.num_heads * p.key_dim * dtype_size(p.k.dtype) +
                              gates * dtype_size(p.g.dtype) +
                              p.num_value_heads * p.value_dim * dtype_size(DType::kFloat32));
+}
+
+/// Bytes of what a row has beside split states.
+double split_row_bytes(const Problem& p) {
+  if (!p.tail->split) return 0;
+  return static_cast<double>(p.num_value_heads *
+                             (p.value_dim * dtype_size(p.v.dtype) + dtype_size(p.beta.dtype)));
 }
 
 /// The mean of them all: a sequence is folded in some.
@@ -287,8 +303,7 @@ std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& optio
   Case tailed = c;
   Problem& p = tailed.inputs.problem;
   const int64_t N = p.num_sequences, S = p.num_tokens;
-  p.initial_state->indexed = true;
-  p.tail = tails(p, kTailBoundary + S - 1);
+  add_tails(&p, kTailBoundary + S - 1, *tails_);
   Plan plan;
   throw_if_error(make_plan(p, {}, device_, options, &plan));
   std::vector<int32_t> slots;
@@ -321,20 +336,24 @@ std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& optio
     all_fold.push_back(step());
   }
   const auto row = [&](const char* what, const std::vector<double>& seconds, double of_states,
-                       double of_rows) {
+                       double of_rows, double of_split_rows) {
     GpuRow made{
         c.name, what, plan.implementation, mean_of(seconds), total_bytes(c.inputs, c.outputs),
         0,      0};
-    made.bytes += of_states * static_cast<double>(c.inputs.initial_state.size()) +
-                  of_rows * static_cast<double>(N) * row_bytes(p);
+    made.bytes +=
+        of_states * static_cast<double>(c.inputs.initial_state.size()) +
+        static_cast<double>(N) * (of_rows * row_bytes(p) + of_split_rows * split_row_bytes(p));
     return made;
   };
   // S_0 is read once, and written by a fold every 16 tokens. A step reads its sure rows, and writes
   // those of its tokens.
   const auto tokens = static_cast<double>(S);
   const double sure = tokens + (kTailBoundary - 1) / 2.0;
-  return {row("tail", mixed, 1 + tokens / kTailBoundary, sure + tokens),
-          row("tail, all fold", all_fold, 2, kTailBoundary + tokens)};
+  const StateShares shares = state_shares(p);
+  return {row("tail", mixed, shares.step + shares.fold * tokens / kTailBoundary, sure + tokens,
+              2 * tokens),
+          row("tail, all fold", all_fold, shares.step + shares.fold, kTailBoundary + tokens,
+              kTailBoundary + tokens)};
 }
 
 /// A prefill of a pool, from zero, which ends in tails. The forward inside is planned from bounds.
@@ -342,10 +361,10 @@ GpuRow GpuBench::time_tail_forward(const Case& c, const PlanOptions& options) {
   Case tailed = c;
   Problem& p = tailed.inputs.problem;
   const int64_t N = p.num_sequences;
-  p.initial_state = states(p, DType::kFloat32, N, /*indexed=*/true);
+  p.initial_state = states(p, DType::kFloat32, N);
+  add_tails(&p, kTailBoundary, *tails_);
   p.initial_state_mask = true;
   p.final_state.reset();
-  p.tail = tails(p, kTailBoundary);
   Plan plan;
   throw_if_error(make_plan(p, c.inputs.cu_seqlens, device_, options, &plan));
   std::vector<int32_t> slots(static_cast<std::size_t>(N));

@@ -2,6 +2,7 @@
 // `kda bench` on a CUDA device: device times of the operation and of its stages, L2 cold.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,7 +38,7 @@ class GpuBench {
 
   /// Times decode with tails of random length beside decode, a forward that ends in tails beside
   /// one without.
-  void with_tails() { tails_ = true; }
+  void with_tails(BoundaryStates states) { tails_ = states; }
 
   std::vector<GpuRow> measure(const std::string& what, const std::string& name,
                               const check::GenerateOptions& options, const PlanOptions& plan,
@@ -66,7 +67,7 @@ class GpuBench {
   DeviceFacts device_;
   struct Flush;
   Flush* flush_;
-  bool tails_ = false;
+  std::optional<BoundaryStates> tails_;
   double copy_rate_ = 0;
 };
 

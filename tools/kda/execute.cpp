@@ -134,6 +134,25 @@ void make_decode(check::Inputs* inputs) {
   inputs->initial_state.fill(0);
 }
 
+BoundaryStates parse_boundary_states(const std::string& text) {
+  return text == "fp32"   ? BoundaryStates::kFp32
+         : text == "bf16" ? BoundaryStates::kBf16
+                          : BoundaryStates::kSplit;
+}
+
+void add_tails(Problem* p, int64_t rows, BoundaryStates of) {
+  const DType type = of == BoundaryStates::kFp32 ? DType::kFloat32 : DType::kBFloat16;
+  p->initial_state = states(*p, type, p->initial_state->num_slots, /*indexed=*/true);
+  p->tail = tails(*p, rows);
+  if (of == BoundaryStates::kSplit) p->tail->split = split_states(*p, rows);
+}
+
+StateShares state_shares(const Problem& p) {
+  if (p.tail->split) return {0.5, 1.5};  // the rest is read, and both are written
+  return p.initial_state->tensor.dtype == DType::kBFloat16 ? StateShares{0.5, 0.5}
+                                                           : StateShares{1, 1};
+}
+
 double multiply_adds(const Problem& p) {
   constexpr double C = 16;
   const auto K = static_cast<double>(p.key_dim);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -55,6 +56,19 @@ double seconds_since_start();
 
 /// Turns the problem into a decode in place on an fp32 pool of zeros, a slot per sequence.
 void make_decode(check::Inputs* inputs);
+
+/// What a pool has of the state in front of a tail.
+enum class BoundaryStates { kFp32, kBf16, kSplit };
+BoundaryStates parse_boundary_states(const std::string& text);
+/// Gives a problem with a pool in fp32 such boundary states, with indices, and tails of `rows`
+/// rows.
+void add_tails(Problem* problem, int64_t rows, BoundaryStates states);
+/// Bytes that a step reads of boundary states and that a fold reads and writes beside these, of
+/// those of an fp32 state.
+struct StateShares {
+  double step, fold;
+};
+StateShares state_shares(const Problem& problem);
 
 /// Multiply-adds of one token and value head: docs/performance.md.
 double multiply_adds(const Problem& problem);

@@ -8,6 +8,7 @@
 #include "plan/builder.hpp"
 #include "plan/cards.hpp"
 #include "tools/kda/commands.hpp"
+#include "tools/kda/execute.hpp"
 #include "tools/kda/flags.hpp"
 #include "tools/kda/options.hpp"
 #include "tools/kda/print.hpp"
@@ -20,7 +21,7 @@ constexpr KeepPolicy kPolicies[] = {KeepPolicy::kNothing, KeepPolicy::kStates, K
 
 struct PlanCommand {
   std::vector<int64_t> lengths;
-  std::string device = "cuda", dtype = "bf16", gate_dtype;
+  std::string device = "cuda", dtype = "bf16", gate_dtype, states = "fp32";
   int64_t num_heads = 0, num_value_heads = 0, key_dim = 128, value_dim = 128, tail = 0;
   int32_t num_sms = 132, compute_capability = 90;
   int32_t bandwidth = 0, megahertz = 0;  // 0: as gpu_facts() assumes
@@ -58,8 +59,8 @@ struct PlanCommand {
     p.beta = contiguous(type, {1, T, HV});
     p.o = contiguous(operation.output_dtype(p), {1, T, HV, value_dim});
     if (tail > 0) {
-      p.initial_state = states(p, DType::kFloat32, p.num_sequences, true);
-      p.tail = tails(p, tail);
+      p.initial_state = kda::states(p, DType::kFloat32, p.num_sequences);
+      add_tails(&p, tail, parse_boundary_states(states));
     }
     return p;
   }
@@ -169,9 +170,14 @@ void add_plan(CLI::App& app) {
                               "Plan the backward, on this CPU unless --device says else");
   add_switch(*sub, "--bounds", &c->bounds,
              "Plan as if lengths were on the device alone: from their number and their sum");
-  add_whole<int64_t>(*sub, "--tail", &c->tail, kTailBoundary, kMaxTailRows,
-                     "Plan a prefill into a pool of boundary states, with tails of so many rows")
-      ->excludes(backward);
+  auto* tail = add_whole<int64_t>(
+      *sub, "--tail", &c->tail, kTailBoundary, kMaxTailRows,
+      "Plan a prefill into a pool of boundary states, with tails of so many rows");
+  tail->excludes(backward);
+  add_choice(*sub, "--boundary-states", &c->states, {"fp32", "bf16", "split"},
+             "What the pool has in front of a tail; split: bf16, and 16 bits that folds read")
+      ->needs(tail)
+      ->default_str(c->states);
   add_choice(*sub, "--keep", &c->keep, {"nothing", "states", "chunks"},
              "What the forward keeps for its backward; on a GPU nothing, unless this says else")
       ->needs(backward)

@@ -23,7 +23,8 @@ _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-_STATES = ("initial_state", "final_state", "states", "pool", "checkpoints", "drafts", "d_final_state")
+_STATES = ("initial_state", "final_state", "states", "pool", "checkpoints", "drafts", "d_final_state", "tail.rest",
+           "tail_rest")
 _DENSE = ("q", "k", "v", "g", "o", "initial_state", "final_state", "states", "checkpoints", "drafts")
 
 

@@ -59,7 +59,7 @@ class Slots(NamedTuple):
 
 class TailRows(NamedTuple):
     """What a call with a tail is told of it: arguments of the operator update_with_tail."""
-    tail: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    tail: tuple[torch.Tensor | None, ...]  #: of libkda.tail: four tensors, and three of split states
     positions: torch.Tensor
     sources: torch.Tensor | None
     parents: torch.Tensor | None
@@ -276,10 +276,11 @@ def update_with_tail(q, k, v, g, beta, o, slots, rows, parameters, lengths, mode
     """Writes o, the rows of `rows` and, where they are folded, the states of `slots`."""
     states, indices, _, has_state, first_slot, _ = slots
     tail, positions, sources, parents, accepted_rows, settle = rows
+    tail, of_split = tail[:4], tail[4:]
     more = ()
     if has_state is not None or first_slot or sources is not None or parents is not None or (
-            accepted_rows is not None or settle or head_map or options):
-        more = has_state, first_slot, sources, parents, accepted_rows, settle, head_map, options
+            accepted_rows is not None or settle or head_map or options or of_split != (None, None, None)):
+        more = has_state, first_slot, sources, parents, accepted_rows, settle, head_map, options, *of_split
     _call(ops.update_with_tail, (q, k, v, g, beta, o, states, indices, *tail, positions, *parameters, *lengths, decode,
                                  *modes, *more))
 

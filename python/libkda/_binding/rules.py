@@ -62,6 +62,9 @@ _POOL = dict(_INPUTS, **_SEQUENCES, **_GATE,
 _OWN_TAIL = {f"tail.{name}": Rule(types, shape, written=True, required=True) for name, types, shape in (
     ("k", ROWS, "slots H R K"), ("g", ROWS, "slots HV R K|slots HV R"), ("v_new", ("float32",), "slots HV R V"),
     ("folded", ("int32",), "slots HV"))}
+# With split states the tail has these too (torch_ops.cpp asks for all of them, or none).
+_OWN_TAIL |= {f"tail.{name}": Rule(types, shape, written=True) for name, types, shape in (
+    ("rest", ("int16",), "slots HV K V"), ("v", ROWS, "slots HV R V"), ("beta", ROWS, "slots HV R"))}
 _TAIL = dict(_OWN_TAIL, positions=Rule(INTEGERS, "N"), sources=Rule(INTEGERS, "N"))
 _DECODE_TAIL = dict(_TAIL, accepted_rows=Rule(INTEGERS, "N columns"))
 _CONV = dict(x=Rule(ROWS, "B T D", required=True), weight=Rule(ROWS, "D W", required=True), bias=Rule(ROWS, "D"),

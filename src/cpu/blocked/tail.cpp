@@ -2,7 +2,9 @@
 // Calls with a tail: tasks over (sequence, q/k head). A step reads S_0 and makes rows; a fold,
 // every 16 tokens, reads and writes it.
 #include <algorithm>
+#include <numeric>
 
+#include "core/convert.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/blocked/blocked.hpp"
 #include "cpu/blocked/pass.hpp"
@@ -40,6 +42,7 @@ struct TailScratch {
   float *diagonal, *beta;     ///< [new rows]
   int* before;                ///< [new rows, R]
   int* num_before;            ///< [new rows]
+  float* state;               ///< [K, V] or [V, K], of split states
 };
 
 /// Carves memory from `at`; with null it counts bytes.
@@ -62,6 +65,8 @@ std::size_t carve(const Problem& p, char* at, TailScratch* s) {
   for (float** rows : {&s->N, &s->A}) take(rows, made * R * sizeof(float));
   for (float** row : {&s->diagonal, &s->beta}) take(row, made * sizeof(float));
   take(&s->before, made * R * sizeof(int)), take(&s->num_before, made * sizeof(int));
+  const auto elements = static_cast<std::size_t>(p.key_dim * p.value_dim);
+  take(&s->state, (has_split_states(p) ? elements : 0) * sizeof(float));
   return used;
 }
 
@@ -77,15 +82,54 @@ class Sequence : public TailSequence<Sequence> {
   void fold_head(int64_t head, int64_t end) {
     const PrepareArgs prepare = mode_args(call_, head);
     const int64_t rows = end - at().folded;
-    const char* gates[kFoldRows];
     ahead_ = whole_state(head);
     ask_first_rows(head, rows);
-    for (int64_t i = 0; i < rows; ++i) {
-      load_row(head, i, rows, prepare);
-      gates[i] = gates_of(head, i);
-    }
-    std::fill_n(s_.v_new + rows * columns(), (kFoldRows - rows) * columns(), 0.0f);
+    for (int64_t i = 0; i < rows; ++i) load_row(head, i, rows, prepare);
     const StateRef in = state(at().source, head), out = state(at().slot, head);
+    if (!tail_.split) return fold_rows(prepare, rows, head, in, out);
+    join_state(head);
+    const StateRef all = joined();
+    remake_rows(prepare, rows, head, all);
+    fold_rows(prepare, rows, head, all, all);
+    split_state(head);
+  }
+
+  void remake_head(int64_t head) {
+    const PrepareArgs prepare = mode_args(call_, head);
+    const int64_t rows = at().sure();
+    ahead_ = {};
+    for (int64_t i = 0; i < rows; ++i) load_row(head, i, rows, prepare);
+    remake_rows(prepare, rows, head, state(at().slot, head));
+    for (int64_t i = 0; i < rows; ++i) store_v_new(i, at().folded + i, head);
+  }
+
+  void step_head(int64_t token, int64_t count, int64_t head) {
+    if (count == 0) return;
+    const PrepareArgs prepare = prepare_args(call_, token, head);
+    const int64_t sure = at().sure();
+    ahead_ = whole_state(head);
+    ask_first_rows(head, sure);
+    for (int64_t i = 0; i < sure; ++i) {
+      load_row(head, i, sure, prepare);
+      tail_kernels_.decay(prepare, gates_of(head, i), s_.a + i * kRowStride, &ahead_);
+    }
+    for (int64_t i = 0; i < count; ++i) make_operands(prepare, sure, i);
+    read_state(count, state(at().source, head));
+    for (int64_t i = 0; i < count; ++i) make_row(token, sure, i, head);
+  }
+
+  void zero_outputs(int64_t begin, int64_t end, int64_t head) {
+    std::fill_n(s_.y, columns(), 0.0f);
+    for (int64_t token = begin; token < end; ++token) store_output(token, head, s_.y);
+  }
+
+ private:
+  /// Folds rows that have been loaded.
+  void fold_rows(const PrepareArgs& prepare, int64_t rows, int64_t head, const StateRef& in,
+                 const StateRef& out) {
+    const char* gates[kFoldRows];
+    for (int64_t i = 0; i < rows; ++i) gates[i] = gates_of(head, i);
+    std::fill_n(s_.v_new + rows * columns(), (kFoldRows - rows) * columns(), 0.0f);
     TailFold fold;
     fold.k = s_.k;
     fold.g = gates;
@@ -105,31 +149,73 @@ class Sequence : public TailSequence<Sequence> {
     tail_kernels_.fold(fold, prepare);
   }
 
-  void step_head(int64_t token, int64_t count, int64_t head) {
-    if (count == 0) return;
-    const PrepareArgs prepare = prepare_args(call_, token, head);
-    const int64_t sure = at().sure();
-    ahead_ = whole_state(head);
-    ask_first_rows(head, sure);
-    for (int64_t i = 0; i < sure; ++i) {
-      load_row(head, i, sure, prepare);
-      tail_kernels_.decay(prepare, gates_of(head, i), s_.a + i * kRowStride, &ahead_);
-    }
-    for (int64_t i = 0; i < count; ++i) make_operands(prepare, sure, i);
-    read_state(count, head);
-    for (int64_t i = 0; i < count; ++i) make_row(token, sure, i, head);
-  }
-
-  void zero_outputs(int64_t begin, int64_t end, int64_t head) {
-    std::fill_n(s_.y, columns(), 0.0f);
-    for (int64_t token = begin; token < end; ++token) store_output(token, head, s_.y);
-  }
-
- private:
   int64_t columns() const { return padded_columns(p_); }
   StateRef state(int64_t slot, int64_t head) const {
     return state_ref(p_, *p_.initial_state, t_.initial_state, slot, head);
   }
+
+  // ---- split states
+
+  bool transposed() const { return p_.state_layout == StateLayout::kVK; }
+  int64_t state_rows() const { return transposed() ? p_.value_dim : p_.key_dim; }
+  int64_t state_columns() const { return transposed() ? p_.key_dim : p_.value_dim; }
+  /// All bits of a state, in fp32.
+  StateRef joined() const {
+    return {reinterpret_cast<char*>(s_.state), DType::kFloat32,
+            state_columns() * dtype_size(DType::kFloat32), transposed()};
+  }
+  /// Row i of the two parts of a state.
+  uint16_t* bf16_row(int64_t slot, int64_t head, int64_t i) const {
+    const StateRef ref = state(slot, head);
+    return reinterpret_cast<uint16_t*>(ref.data + i * ref.row_stride_bytes);
+  }
+  int16_t* rest_row(int64_t slot, int64_t head, int64_t i) const {
+    const auto& strides = tail_.split->rest.strides;
+    return t_.tail.rest + slot * strides[0] + head * strides[1] + i * strides[2];
+  }
+  void join_state(int64_t head) {
+    float* x = s_.state;
+    for (int64_t i = 0; i < state_rows(); ++i) {
+      const uint16_t* bf16 = bf16_row(at().source, head, i);
+      const int16_t* rest = rest_row(at().source, head, i);
+      for (int64_t c = 0; c < state_columns(); ++c) *x++ = join_float(bf16[c], rest[c]);
+    }
+  }
+  void split_state(int64_t head) {
+    const float* x = s_.state;
+    for (int64_t i = 0; i < state_rows(); ++i) {
+      uint16_t* bf16 = bf16_row(at().slot, head, i);
+      int16_t* rest = rest_row(at().slot, head, i);
+      for (int64_t c = 0; c < state_columns(); ++c) {
+        const SplitNumber number = split_float(*x++);
+        bf16[c] = number.bf16, rest[c] = number.rest;
+      }
+    }
+  }
+
+  /// v_new of rows, which follow each other from a state, from v and beta. Keys have been loaded.
+  void remake_rows(const PrepareArgs& prepare, int64_t rows, int64_t head, const StateRef& from) {
+    std::fill_n(s_.q, kRowStride, 0.0f);
+    for (int64_t i = 0; i < rows; ++i) {
+      tail_kernels_.decay(prepare, gates_of(head, i), s_.a + i * kRowStride, &ahead_);
+      PrepareArgs with_beta = prepare;
+      with_beta.beta.data = static_cast<const char*>(
+          row(tail_.split->beta, static_cast<const void*>(t_.tail.beta), head, at().folded + i));
+      with_beta.beta.dtype = p_.beta.dtype;
+      s_.beta[i] = tail_kernels_.beta(with_beta, 0);
+      s_.diagonal[i] = 0;
+      s_.num_before[i] = static_cast<int>(i);
+      std::iota(s_.before + i * tail_.rows, s_.before + i * tail_.rows + i, 0);
+      make_scores(i, i);
+    }
+    read_state(rows, from);
+    for (int64_t i = 0; i < rows; ++i)
+      solve_row(i, i,
+                row(tail_.split->v, static_cast<const void*>(t_.tail.v), head, at().folded + i));
+  }
+
+  // ---- rows
+
   const char* gates_of(int64_t head, int64_t i) const {
     return static_cast<const char*>(
         row(tail_.g, static_cast<const void*>(t_.tail.g), head, at().folded + i));
@@ -197,6 +283,12 @@ class Sequence : public TailSequence<Sequence> {
     tail_kernels_.decay(prepare, prepare.g.data + i * prepare.g.token_stride_bytes,
                         s_.a + at * kRowStride, &ahead_);
     s_.num_before[i] = list_before(sure, i, s_.before + i * R);
+    make_scores(i, at);
+  }
+
+  /// Scores of row `at` with those that it follows, as new row i. Its q is in s_.q.
+  void make_scores(int64_t i, int64_t at) {
+    const int64_t R = tail_.rows;
     TailScores scores;
     scores.k = s_.k;
     scores.a = s_.a;
@@ -214,8 +306,7 @@ class Sequence : public TailSequence<Sequence> {
     tail_kernels_.scores(scores);
   }
 
-  void read_state(int64_t count, int64_t head) {
-    const StateRef in = state(at().source, head);
+  void read_state(int64_t count, const StateRef& in) {
     TailRead read;
     read.key_dim = static_cast<int>(p_.key_dim);
     read.value_dim = static_cast<int>(p_.value_dim);
@@ -236,8 +327,15 @@ class Sequence : public TailSequence<Sequence> {
   }
 
   void make_row(int64_t token, int64_t sure, int64_t i, int64_t head) {
-    const int V = static_cast<int>(p_.value_dim), padded = static_cast<int>(columns());
-    kernels_.load_row(at_bytes(t_.v, p_.v, row_offset(p_, p_.v, token + i, head)), p_.v.dtype, V,
+    solve_row(i, sure + i, at_bytes(t_.v, p_.v, row_offset(p_, p_.v, token + i, head)));
+    store_output(token + i, head, s_.y + i * columns());
+    store_v_new(sure + i, at().position + i, head);
+  }
+
+  /// v_new of row `at`, and o, as new row i.
+  void solve_row(int64_t i, int64_t at, const void* v) {
+    const int padded = static_cast<int>(columns());
+    kernels_.load_row(static_cast<const char*>(v), p_.v.dtype, static_cast<int>(p_.value_dim),
                       padded, s_.v);
     TailSolve solve;
     solve.N = s_.N + i * tail_.rows;
@@ -246,16 +344,18 @@ class Sequence : public TailSequence<Sequence> {
     solve.beta = s_.beta[i];
     solve.before = s_.before + i * tail_.rows;
     solve.num_before = s_.num_before[i];
-    solve.row = static_cast<int>(sure + i);
+    solve.row = static_cast<int>(at);
     solve.columns = padded;
     solve.v = s_.v;
     solve.x = s_.x + i * padded;
     solve.y = s_.y + i * padded;
     solve.v_new = s_.v_new;
     tail_kernels_.solve(solve);
-    store_output(token + i, head, solve.y);
-    kernels_.store_row(s_.v_new + (sure + i) * padded, DType::kFloat32, V,
-                       row(tail_.v_new, t_.tail.v_new, head, at().position + i));
+  }
+
+  void store_v_new(int64_t i, int64_t position, int64_t head) {
+    kernels_.store_row(s_.v_new + i * columns(), DType::kFloat32, static_cast<int>(p_.value_dim),
+                       row(tail_.v_new, t_.tail.v_new, head, position));
   }
 
   void store_output(int64_t token, int64_t head, const float* o) {

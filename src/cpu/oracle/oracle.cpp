@@ -103,7 +103,10 @@ std::vector<double> log_decay(const Problem& p, const Tensors& t, std::vector<do
 }
 
 double step_size(const Problem& p, const Tensors& t, int64_t flat_token, int64_t head) {
-  const double raw = load_double(t.beta, p.beta.dtype, row_offset(p, p.beta, flat_token, head));
+  return step_size(p, load_double(t.beta, p.beta.dtype, row_offset(p, p.beta, flat_token, head)));
+}
+
+double step_size(const Problem& p, double raw) {
   if (p.beta_mode == BetaMode::kPlain) return raw;
   return (p.beta_mode == BetaMode::kSigmoid2 ? 2 : 1) * sigmoid(raw);
 }

@@ -66,6 +66,9 @@ void l2_normalize(std::vector<double>& x);
 double step_size(const Problem& problem, const Tensors& tensors, int64_t flat_token,
                  int64_t value_head);
 
+/// beta after its transform.
+double step_size(const Problem& problem, double raw);
+
 /// Writes a state; a negative slot is none.
 void store_state(const Problem& problem, const StateDesc& desc, void* base, int64_t slot,
                  int64_t value_head, const double* state);

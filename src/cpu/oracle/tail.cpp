@@ -19,8 +19,17 @@ class Sequence : public TailSequence<Sequence> {
   using TailSequence::TailSequence;
 
   void fold_head(int64_t head, int64_t end) {
+    if (tail_.split) return fold_split_head(head, end);
     store_state(p_, *p_.initial_state, t_.initial_state, at().slot, head,
                 state_before(head, end).data());
+  }
+
+  void remake_head(int64_t head) {
+    Vector S = load_state(p_, *p_.initial_state, t_.initial_state, at().slot, head);
+    for (int64_t i = at().folded; i < at().position; ++i) {
+      auto* v_new = static_cast<float*>(row(tail_.v_new, t_.tail.v_new, head, i));
+      for (const double value : advance(head, i, &S)) *v_new++ = static_cast<float>(value);
+    }
   }
 
   void step_head(int64_t token, int64_t count, int64_t head) {
@@ -52,20 +61,74 @@ class Sequence : public TailSequence<Sequence> {
     return values;
   }
 
+  Vector key(int64_t position) const {
+    Vector k = ring_row(tail_.k, t_.tail.k, q_head_, position, p_.key_dim);
+    if (p_.qk_l2norm) l2_normalize(k);
+    return k;
+  }
+  void decay(int64_t head, int64_t position, Vector* S) const {
+    const Vector g =
+        log_decay(p_, t_, ring_row(tail_.g, t_.tail.g, head, position, p_.key_dim), head);
+    const auto V = static_cast<std::size_t>(p_.value_dim);
+    for (std::size_t i = 0; i < S->size(); ++i) (*S)[i] *= std::exp(g[i / V]);
+  }
+  static void add_product(const Vector& k, const Vector& v_new, Vector* S) {
+    const std::size_t V = v_new.size();
+    for (std::size_t i = 0; i < S->size(); ++i) (*S)[i] += k[i / V] * v_new[i % V];
+  }
+
   /// The state of a head in front of the token of `position`.
   Vector state_before(int64_t head, int64_t position) const {
-    const auto K = static_cast<std::size_t>(p_.key_dim), V = static_cast<std::size_t>(p_.value_dim);
     Vector S = load_state(p_, *p_.initial_state, t_.initial_state, at().source, head);
     for (int64_t i = at().folded; i < position; ++i) {
-      Vector k = ring_row(tail_.k, t_.tail.k, q_head_, i, p_.key_dim);
-      if (p_.qk_l2norm) l2_normalize(k);
-      const Vector g = log_decay(p_, t_, ring_row(tail_.g, t_.tail.g, head, i, p_.key_dim), head);
-      const Vector v_new = ring_row(tail_.v_new, t_.tail.v_new, head, i, p_.value_dim);
-      for (std::size_t d = 0; d < K; ++d)
-        for (std::size_t c = 0; c < V; ++c)
-          S[d * V + c] = std::exp(g[d]) * S[d * V + c] + k[d] * v_new[c];
+      decay(head, i, &S);
+      add_product(key(i), ring_row(tail_.v_new, t_.tail.v_new, head, i, p_.value_dim), &S);
     }
     return S;
+  }
+
+  /// S becomes the state behind a row, whose v_new is made from v and beta.
+  Vector advance(int64_t head, int64_t position, Vector* S) const {
+    decay(head, position, S);
+    const Vector k = key(position);
+    Vector v_new = ring_row(tail_.split->v, t_.tail.v, head, position, p_.value_dim);
+    const std::size_t V = v_new.size();
+    for (std::size_t i = 0; i < S->size(); ++i) v_new[i % V] -= (*S)[i] * k[i / V];
+    const double beta = step_size(
+        p_,
+        load_double(row(tail_.split->beta, static_cast<const void*>(t_.tail.beta), head, position),
+                    p_.beta.dtype, 0));
+    for (double& x : v_new) x *= beta;
+    add_product(k, v_new, S);
+    return v_new;
+  }
+
+  /// visit(i, at of the pool, at of rest) for each element of a state [K, V].
+  template <class Visit>
+  void each_element(int64_t slot, int64_t head, Visit&& visit) const {
+    const StateDesc &pool = *p_.initial_state, rest{tail_.split->rest, pool.num_slots, true};
+    const bool kv = p_.state_layout == StateLayout::kKV;
+    for (int64_t d = 0; d < p_.key_dim; ++d)
+      for (int64_t c = 0; c < p_.value_dim; ++c) {
+        const auto at = [&](const StateDesc& desc) {
+          return state_offset(desc, slot, head) + (kv ? d : c) * desc.tensor.strides[2] +
+                 (kv ? c : d);
+        };
+        visit(static_cast<std::size_t>(d * p_.value_dim + c), at(pool), at(rest));
+      }
+  }
+
+  void fold_split_head(int64_t head, int64_t end) {
+    auto* const bf16 = static_cast<uint16_t*>(t_.initial_state);
+    Vector S(static_cast<std::size_t>(p_.key_dim * p_.value_dim));
+    each_element(at().source, head, [&](std::size_t i, int64_t in_pool, int64_t in_rest) {
+      S[i] = static_cast<double>(join_float(bf16[in_pool], t_.tail.rest[in_rest]));
+    });
+    for (int64_t i = at().folded; i < end; ++i) advance(head, i, &S);
+    each_element(at().slot, head, [&](std::size_t i, int64_t in_pool, int64_t in_rest) {
+      const SplitNumber number = split_float(static_cast<float>(S[i]));
+      bf16[in_pool] = number.bf16, t_.tail.rest[in_rest] = number.rest;
+    });
   }
 };
 

@@ -14,9 +14,10 @@ inline constexpr const char* kDeviceFlags = "device_flags";
 inline constexpr const char* kWrongAccepted = "wrong_accepted";
 // Blocks of a forward with a tail: what tail_ends writes, and the workspace of the forward inside.
 inline constexpr const char* kTailEnds = "tail_ends";
-inline constexpr std::size_t kTailEndsOfSequence = 10;  // int32
+inline constexpr std::size_t kTailEndsOfSequence = 9;  // int32
 inline constexpr const char* kTailPacks = "tail_packs";
 inline constexpr const char* kTailForward = "tail_forward";
+inline constexpr const char* kTailStates = "tail_states";  // in fp32, where the pool has split ones
 // Where dt_bias has one bias a head, and kernels read a bias a channel.
 inline constexpr const char* kHeadBias = "head_bias";
 // Blocks of cuda.sm90.fused.

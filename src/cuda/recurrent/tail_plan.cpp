@@ -39,7 +39,11 @@ Problem inner_problem(const Problem& p) {
   for (TensorDesc* desc : {&inner.q, &inner.k, &inner.v, &inner.g, &inner.beta, &inner.o})
     if (packed && p.batch > 1 && p.num_tokens == 1) desc->strides[1] = desc->strides[0];
   inner.initial_state_mask = false;
-  inner.final_state = p.initial_state;
+  if (p.tail->split) {  // fp32 states of its own, [N], with all bits
+    inner.initial_state = states(p, DType::kFloat32, p.num_sequences, true);
+    inner.first_slot = 0;
+  }
+  inner.final_state = inner.initial_state;
   inner.zero_skipped = zeroes_skipped(p);
   return inner;
 }
@@ -67,15 +71,20 @@ void plan_forward(plan::PlanBuilder& builder, const Plan& inner) {
   plan_expand_bias(builder, "tail_fold");
   builder.kernel("tail_fold", "tail_ends");
   builder.kernel("tail_fold", "tail");
+  if (p.tail->split) builder.kernel("tail_fold", "join_states");
   for (const StagePlan& stage : inner.stages)
     builder.stage(stage.name.c_str(), stage.num_tasks, stage.what);
   for (const KernelChoice& kernel : inner.kernels)
     builder.kernel(kernel.stage.c_str(), kernel.kernel.c_str(), kernel.why);
   builder.stage("tail_rows", heads, "tokens behind that boundary, at most 15");
+  if (p.tail->split) builder.kernel("tail_rows", "split_states");
   builder.kernel("tail_rows", "tail");
   if (p.num_heads != p.num_value_heads) builder.kernel("tail_rows", "append_keys");
   book_maps(builder);
   builder.book(block::kTailEnds, block::kTailEndsOfSequence * N, sizeof(int32_t));
+  if (p.tail->split)
+    builder.book(block::kTailStates, N * static_cast<std::size_t>(p.num_value_heads),
+                 static_cast<std::size_t>(p.key_dim * p.value_dim) * sizeof(float));
   builder.book(block::kTailPacks, 3 * N + 1, sizeof(int64_t));
   builder.book(block::kTailForward, inner.workspace_bytes, 1);
 }

@@ -35,6 +35,13 @@ tail::TailArgs tail_args(const stage::Call& call, const DecodeArgs& base) {
   args.tail_k = tail_view(desc.k, t.k);
   args.tail_g = tail_view(desc.g, t.g);
   args.tail_v_new = tail_view(desc.v_new, t.v_new);
+  if (desc.split) {
+    args.rest =
+        state_view(p, StateDesc{desc.split->rest, desc.num_slots, true}, t.rest, nullptr, nullptr);
+    args.rest.bf16 = true;  // as many bits
+    args.tail_v = tail_view(desc.split->v, t.v);
+    args.tail_beta = tail_view(desc.split->beta, t.beta);
+  }
   args.folded = t.folded;
   args.stride_folded_slot = desc.folded.strides[0];
   args.stride_folded_head = desc.folded.strides[1];
@@ -67,7 +74,7 @@ tail::EndsArgs ends_args(const stage::Call& call, const DecodeArgs& base, int64_
   int32_t* at = block_of<int32_t>(call, block::kTailEnds);
   const auto take = [&](int64_t count) { return std::exchange(at, at ? at + count : at); };
   ends.found = take(N);
-  ends.fold_slots = take(N), ends.fold_positions = take(N), ends.boundaries = take(N);
+  ends.fold_slots = take(N), ends.boundaries = take(N);
   ends.forward_slots = take(2 * N);
   ends.row_slots = take(2 * N), ends.row_positions = take(2 * N);
   return ends;
@@ -76,7 +83,6 @@ tail::EndsArgs ends_args(const stage::Call& call, const DecodeArgs& base, int64_
 Status fold(const tail::EndsArgs& ends, const Launch& where) {
   tail::TailArgs args = ends.tail;
   args.initial.indices = ends.fold_slots;
-  args.positions = ends.fold_positions;
   args.boundaries = ends.boundaries;
   args.settle = true;
   args.lengths = nullptr;
@@ -99,9 +105,25 @@ Tensors inner_tensors(const stage::Call& call, const tail::EndsArgs& ends, int64
   t.cu_seqlens = ends.cu_seqlens + 3 * pack;
   t.initial_state_mask = nullptr;
   t.initial_state_indices = t.final_state_indices = ends.forward_slots + 2 * pack;
+  if (ends.tail.rest.base) t.initial_state = block_of<float>(call, block::kTailStates);
   t.final_state = t.initial_state;
   t.tail = {};
   return t;
+}
+
+/// Split states of the sequences of a pack, in front of the forward or behind it.
+Status launch_planes_of(const stage::Call& inner, const tail::EndsArgs& ends, int64_t pack,
+                        bool join, const Launch& where) {
+  if (!ends.tail.rest.base) return {};
+  const Problem& p = inner.problem;
+  const int64_t in_pack = p.num_sequences / 2;
+  tail::PlanesArgs args{ends.tail.shape, ends.tail.initial, ends.tail.rest};
+  args.states = state_view(p, p.initial_state, inner.tensors.initial_state, nullptr, nullptr);
+  args.forward_slots = ends.forward_slots;
+  args.first = pack * in_pack;
+  args.count = in_pack;
+  args.join = join;
+  return launch_planes(args, where);
 }
 
 /// The tokens behind boundaries.
@@ -153,7 +175,9 @@ Status tail_forward(const stage::Call& call,
     const stage::Call inner{
         plan.problem, tensors, stage::Sequences(plan.problem, {}, nullptr), call.num_threads,
         nullptr,      &plan,   block_of<void>(call, block::kTailForward),   call.stream};
+    KDA_RETURN_IF_ERROR(launch_planes_of(inner, ends, pack, /*join=*/true, where));
     KDA_RETURN_IF_ERROR(forward(inner));
+    KDA_RETURN_IF_ERROR(launch_planes_of(inner, ends, pack, /*join=*/false, where));
     KDA_RETURN_IF_ERROR(append(inner, ends, pack, pack + 1 == packs, where));
   }
   return {};

@@ -37,9 +37,9 @@ __device__ void write_ends(const EndsArgs& a, int64_t n, const TokenRange& token
   const int32_t front = start.skip ? 0 : max(boundary - start.position, 0);
   const bool folds = !start.skip && (boundary > start.folded || start.source != start.slot);
   a.fold_slots[n] = folds ? start.slot : -1;
-  a.fold_positions[n] = min(start.position, boundary);
   a.boundaries[n] = boundary;
-  a.forward_slots[2 * n] = front > 0 ? start.slot : -1;
+  const auto of_states = static_cast<int32_t>(n);
+  a.forward_slots[2 * n] = front == 0 ? -1 : a.tail.rest.base ? of_states : start.slot;
   a.forward_slots[2 * n + 1] = a.row_slots[2 * n] = -1;
   a.row_slots[2 * n + 1] = !start.skip && length > front ? start.slot : -1;
   a.row_positions[2 * n] = 0;

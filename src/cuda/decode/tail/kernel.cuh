@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/decode/tail/rows.cuh"
+#include "cuda/decode/tail/split.cuh"
 #include "cuda/decode/tail/tile.cuh"
 
 namespace kda::cuda::tail {
@@ -24,9 +25,9 @@ __device__ __forceinline__ int fold_end(const Start& start, int at, int target) 
   return min(target, boundary - start.folded);
 }
 
-/// This warp's channels of rows [at, end) of keys become k_i D(end, i), and those of the first
-/// one's decays D(end, at - 1). A product runs from the newest row to the oldest, so that a decay
-/// of 0 makes what is in front of it vanish.
+/// This warp's channels of rows [at, end) of keys become k_i D(end, i), normalised, and those of
+/// the first one's decays D(end, at - 1). A product runs from the newest row to the oldest, so that
+/// a decay of 0 makes what is in front of it vanish.
 template <class Rows>
 __device__ void prepare_fold(const Rows& rows, int part, int at, int end) {
   constexpr int kSide = 4;  // rows that are read side by side
@@ -43,144 +44,175 @@ __device__ void prepare_fold(const Rows& rows, int part, int at, int end) {
 #pragma unroll
     for (int j = 0; j < kSide; ++j) {
       if (last - j < at) continue;
-      rows.k(last - j)[channel] = key[j] * product;
+      rows.k(last - j)[channel] = key[j] * product * rows.key_factor(last - j);
       product *= decay[j];
     }
   }
   rows.decay(at)[channel] = product;
 }
 
-/// Scores of a token with the rows i in front of it, newest first: k D(t, i) . k_i and q D(t, i) .
-/// k_i, summed over a part of the channels, kRound rows at a time. Then what meets S_0: k D(t, 0)
-/// and q D(t, 0).
-template <class Rows>
-__device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, int token,
-                                            int in_batch, int part) {
-  const int x = path.sure + token, channel = part * kPart + rows.lane;
-  const float key = rows.k(x)[channel], query = rows.query(token, part);
-  float product = rows.decay(x)[channel];
-  int at = path.before(x);
-#pragma unroll 1
-  for (int round = 0; at >= path.first; ++round) {
-    float sums[2 * kRound];
-#pragma unroll
-    for (int i = 0; i < kRound; ++i) {
-      const bool is_there = at >= path.first;
-      const int row = max(at, path.first);
-      const float decayed = is_there ? product * rows.k(row)[channel] : 0.0f;
-      sums[i] = decayed * key, sums[kRound + i] = decayed * query;
-      if (is_there) product *= rows.decay(row)[channel];
-      at = path.before(at);
-    }
-    reduce_scatter<2 * kRound, 16>(sums);
-    constexpr int kLanes = 16 / kRound;  // that end with the same sum
-    if (rows.lane % kLanes == 0) rows.scores(in_batch, round, part)[rows.lane / kLanes] = sums[0];
-  }
-  rows.with_state(in_batch, false)[channel] = key * product;
-  rows.with_state(in_batch, true)[channel] = query * product;
-  float own[2] = {query * query, query * key};
-  reduce_scatter<2, 16>(own);
-  if (rows.lane % 16 == 0) rows.of_q(token, part)[rows.lane / 16] = own[0];
-}
+/// Which rows in front of a token a warp scores: pairs of neighbours on the path, newest first,
+/// every `count`th from the `index`th on.
+struct Share {
+  int index, count;  ///< of a power of two
 
-/// Scores of a round over all channels, in pairs of k and q.
-template <class Rows>
-__device__ __forceinline__ const float* sum_scores(const Rows& rows, int in_batch, int round) {
-  __syncwarp();  // those of the round before have been read
-  if (rows.lane < 2 * kRound) {
-    const float* scores = rows.scores(in_batch, round, 0) + rows.lane;
-    float sum = 0;
-#pragma unroll
-    for (int part = 0; part < Rows::kParts; ++part) sum += scores[part * 2 * kRound];
-    rows.pairs()[rows.lane % kRound * 2 + rows.lane / kRound] = sum;
-  }
-  __syncwarp();
-  return rows.pairs();
-}
-
-/// A lane's column of the tile, whose sums it has: one of a few lanes that share it, or alone.
-template <int kK>
-struct Column {
-  static constexpr int kLanes = 32 / kTileColumns<kK>;
-  int at;
-  bool is_there, writes;
-
-  __device__ Column(int column0, int lane, int V)
-      : at(column0 + lane / kLanes), is_there(at < V), writes(is_there && lane % kLanes == 0) {}
+  __device__ bool has(int pair) const { return (pair & (count - 1)) == index; }
+  __device__ bool is_last() const { return index == count - 1; }
 };
 
-/// Rows of v_new take the factors that normalise their keys, of this warp's columns.
+/// The sums of two rows with a key and a query, decayed by `product`, over all channels; the latter
+/// is that of the second row then.
 template <class Rows>
-__device__ __forceinline__ void scale_v_new(const Rows& rows, const Column<Rows::kKeys>& column) {
-  if (!rows.a.gate.l2norm) return;
-#pragma unroll 1
-  for (int first = 0; first < rows.sure(); first += 32) {
-    const int count = min(rows.sure() - first, 32);
-    const float factor = rows.lane < count ? rows.key_factor(first + rows.lane) : 0.0f;
-#pragma unroll 4
-    for (int i = 0; i < count; ++i) {
-      const float scale = __shfl_sync(~0u, factor, i);
-      if (column.writes) rows.v_new(first + i)[column.at] *= scale;
+__device__ __forceinline__ void score_pair(const Rows& rows, const int (&pair)[2], int first,
+                                           const float (&key)[Rows::kOwn],
+                                           const float (&query)[Rows::kOwn],
+                                           const float (&between)[Rows::kOwn],
+                                           const float (&product)[Rows::kOwn], float2* scores) {
+  float sums[4] = {};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float row[Rows::kOwn];
+    rows.read_own(rows.k(max(pair[r], first)), row);
+#pragma unroll
+    for (int c = 0; c < Rows::kOwn; ++c) {
+      const float decayed = row[c] * (r == 0 ? product[c] : product[c] * between[c]);
+      sums[2 * r] = fmaf(decayed, key[c], sums[2 * r]);
+      sums[2 * r + 1] = fmaf(decayed, query[c], sums[2 * r + 1]);
     }
   }
-  __syncwarp();
+  reduce_scatter<4, 16>(sums);
+  const int sum = rows.lane / 8, row = sum < 2 ? pair[0] : pair[1];
+  if (rows.lane % 8 == 0 && row >= first)
+    reinterpret_cast<float*>(scores)[sum] = sums[0] * rows.key_factor(row);
+}
+
+/// A warp's share of the scores of a token with the rows i in front of it: k D(t, i) . k_i and q
+/// D(t, i) . k_i, with k_i normalised. The last warp goes on to what meets S_0: k D(t, 0) and q
+/// D(t, 0). A product runs from the newest row to the oldest, so it is the same for every cut into
+/// calls.
+template <class Rows>
+__device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, int token,
+                                            int in_batch, Share share) {
+  constexpr int kOwn = Rows::kOwn;
+  const int x = path.sure + token;
+  float key[kOwn], query[kOwn], product[kOwn];
+  rows.read_own(rows.k(x), key);
+  rows.read_query(token, query);
+  rows.read_own(rows.decay(x), product);
+  if (share.index == 0) {
+    float own[2] = {};
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c)
+      own[0] = fmaf(query[c], query[c], own[0]), own[1] = fmaf(query[c], key[c], own[1]);
+    reduce_scatter<2, 16>(own);
+    if (rows.lane % 16 == 0) reinterpret_cast<float*>(rows.of_q(token))[rows.lane / 16] = own[0];
+  }
+  int pair[2] = {path.before(x), 0};
+#pragma unroll 1
+  for (int i = 0; pair[0] >= path.first; ++i) {
+    pair[1] = path.before(pair[0]);
+    float decay[2][kOwn];
+    rows.read_own(rows.decay(pair[0]), decay[0]);
+    rows.read_own(rows.decay(max(pair[1], path.first)), decay[1]);
+    if (share.has(i)) {
+      score_pair(rows, pair, path.first, key, query, decay[0], product,
+                 rows.scores(in_batch) + 2 * i);
+      // The rows in front are those of other warps.
+      if (!share.is_last() && pair[1] - path.first <= 2 * (share.count - 1)) return;
+    }
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c) product[c] *= decay[0][c];
+    if (pair[1] >= path.first) {
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) product[c] *= decay[1][c];
+    }
+    pair[0] = path.before(pair[1]);
+  }
+  if (!share.is_last()) return;
+#pragma unroll
+  for (int c = 0; c < kOwn; ++c) key[c] *= product[c], query[c] *= product[c];
+  rows.write_own(key, rows.with_state(in_batch, false) + kOwn * rows.lane);
+  rows.write_own(query, rows.with_state(in_batch, true) + kOwn * rows.lane);
 }
 
 /// v_new of a token and its output, of the lane's column.
-template <class Tile, class Rows>
-__device__ __forceinline__ void solve(const Rows& rows, const Path& path, const Tile& tile,
-                                      const Column<Rows::kKeys>& column, int token, int in_batch) {
+template <class Rows>
+__device__ __forceinline__ void solve(const Rows& rows, const Path& path, int column, int token,
+                                      int in_batch) {
   const TailArgs& a = rows.a;
   const int x = path.sure + token;
-  float with_k, with_q;
-  tile.multiply(rows.with_state(in_batch, false), rows.with_state(in_batch, true), &with_k,
-                &with_q);
-  int at = path.before(x);
-#pragma unroll 1
-  for (int round = 0; at >= path.first; ++round) {
-    const float* pairs = sum_scores(rows, in_batch, round);
-#pragma unroll
-    for (int i = 0; i < kRound; i += 2) {
-      const float4 two = *reinterpret_cast<const float4*>(pairs + 2 * i);
-      const int next = path.before(at);
-      // Scores past the first row are 0.
-      const float newer = rows.v_new(max(at, path.first))[column.at];
-      const float older = rows.v_new(max(next, path.first))[column.at];
-      with_k = fmaf(two.x, newer, with_k), with_q = fmaf(two.y, newer, with_q);
-      with_k = fmaf(two.z, older, with_k), with_q = fmaf(two.w, older, with_q);
-      at = path.before(next);
-    }
+  const float2* scores = rows.scores(in_batch);
+  float with_k = rows.product(in_batch, false)[column];
+  float with_q = rows.product(in_batch, true)[column];
+#pragma unroll 2
+  for (int at = path.before(x); at >= path.first; at = path.before(at)) {
+    const float2 score = *scores++;
+    const float v_new = rows.v_new(at)[column];
+    with_k = fmaf(score.x, v_new, with_k), with_q = fmaf(score.y, v_new, with_q);
   }
-  if (!column.is_there) return;
+  if (column >= a.shape.V) return;
   const float factor = rows.key_factor(x);
   const float2 of_q = rows.query_factors(token);
-  const float v_new = rows.beta(token) * (rows.value(token, column.at) - factor * with_k);
-  const float scaled = factor * v_new;
-  if (!column.writes) return;
-  const float o = a.gate.scale * of_q.x * fmaf(of_q.y, scaled, with_q);
+  const float v_new = rows.beta(token) * (rows.value(token, column) - factor * with_k);
+  const float o = a.gate.scale * of_q.x * fmaf(of_q.y, factor * v_new, with_q);
   const RowView& view = a.tail_v_new;
-  static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column.at] = v_new;
-  rows.v_new(x)[column.at] = scaled;
-  store_element(a.o.base, a.o.type, rows.token_at(a.o, rows.unit.head, token) + column.at, o);
+  static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column] = v_new;
+  rows.v_new(x)[column] = v_new;
+  if (a.rest.base) rows.append_value(token, column);
+  store_element(a.o.base, a.o.type, rows.token_at(a.o, rows.unit.head, token) + column, o);
 }
 
-/// Folds rows [0, target) into the tile, which is written wherever S_0 changes. A bf16 state goes
-/// on from what was written.
+/// Where S_0 lies, and where it is written to; -1: it is zero, it is not written.
+struct State {
+  int64_t from, to;
+  int folded;  ///< rows that are folded into it
+};
+
+/// Whether S_0 is written to the sequence's slot.
+__device__ __forceinline__ bool writes_state(const TailArgs& a, const Start& start, int target) {
+  return target > 0 || start.source < 0 || (a.settle && start.source != start.slot);
+}
+
+/// Split states have been written by then (fold_split).
+__device__ __forceinline__ State state_of(const TailArgs& a, const Start& start, int target) {
+  if (a.rest.base || !writes_state(a, start, target)) return {start.source, -1, 0};
+  return {start.source, start.slot, target};
+}
+
+/// Folds rows [0, folded) into a patch of S_0, in groups.
 template <class Tile, class Rows>
-__device__ __forceinline__ void fold(const Rows& rows, int target, Tile* tile) {
-  const TailArgs& a = rows.a;
-  const Start& start = rows.start;
+__device__ __forceinline__ void fold(const Rows& rows, int folded, const Tile& tile, int j,
+                                     typename Tile::Patch& x) {
 #pragma unroll 1
-  for (int at = 0; at < target;) {
-    const int end = fold_end(start, at, target);
-    tile->fold({rows.k(at), rows.v_new(at), rows.decay(at), end - at, rows.columns()});
-    if constexpr (!Rows::kIsDense)
-      if (a.initial.bf16) tile->round();
+  for (int at = 0; at < folded;) {
+    const int end = fold_end(rows.start, at, folded);
+    tile.fold({rows.k(at), rows.v_new(at), rows.decay(at), end - at, rows.columns()}, j, x);
     at = end;
   }
-  const bool moves = a.settle && start.source != start.slot;
-  if (target > 0 || start.source < 0 || moves)
-    tile->store(a.initial, a.shape, start.slot, rows.unit.head);
+}
+
+/// S_0 in the columns of a tile: folds rows, writes what has changed, and makes its products with
+/// `count` tokens of the batch from the `first` on, but no more than two.
+template <class Tile, class Rows>
+__device__ __forceinline__ void multiply_state(const Rows& rows, const Tile& tile,
+                                               const State& state, int first, int count) {
+  float sums[4][4] = {};  // with k and q, of the first token and of the second
+  const int64_t from = tile.place(state.from), to = tile.place(state.to);
+#pragma unroll 4
+  for (int j = 0; j < Tile::kPatches; ++j) {
+    typename Tile::Patch x = {};
+    if (state.from >= 0) tile.load(from, j, x);
+    if (state.to >= 0) {
+      fold(rows, state.folded, tile, j, x);
+      tile.store(to, j, x);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i < 2 * count) tile.multiply(rows.with_state(first + i / 2, i % 2), j, x, sums[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (i < 2 * count) tile.store_sums(sums[i], rows.product(first + i / 2, i % 2));
 }
 
 __device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
@@ -189,27 +221,34 @@ __device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
   return {n, a.lengths ? 0 : n, head, q_head_of(a, static_cast<int>(head)), 0};
 }
 
-/// Asks the L2 for a state.
+/// Asks the L2 for a dense state.
 template <int kK>
-__device__ __forceinline__ void prefetch_state(const TailArgs& a, int64_t slot, int64_t head) {
-  const int size = a.initial.bf16 ? 2 : 4;
+__device__ __forceinline__ void prefetch_state(const StateView& states, int64_t slot,
+                                               int64_t head) {
+  const int size = states.bf16 ? 2 : 4;
   ptx::cp_async_bulk_prefetch_l2(
-      reinterpret_cast<uintptr_t>(a.initial.base) +
-          static_cast<uintptr_t>(state_offset(a.initial, slot, head, 0, 0) * size),
+      reinterpret_cast<uintptr_t>(states.base) +
+          static_cast<uintptr_t>(state_offset(states, slot, head, 0, 0) * size),
       kK * kK * size);
 }
 
-/// The state that a later block will load, for the L2 (decode::Ahead), and the word that says which
-/// rows it will.
-template <int kK>
-__device__ __forceinline__ void prefetch_ahead(const TailArgs& a) {
-  const unsigned block = blockIdx.x + a.ahead;
-  if (a.ahead == 0 || block >= gridDim.x || threadIdx.x != 0) return;
-  const Unit unit = unit_of(a, block - (a.flags ? 1 : 0));
-  const int64_t slot = decode::slots_of(a, unit.n).source;
-  if (slot < 0) return;
-  ptx::prefetch_l2(folded_word(a, slot, unit.head));
-  prefetch_state<kK>(a, slot, unit.head);
+/// Asks the L2 for S_0. Where more blocks wait than run, only when rows have been made: S_0 of all
+/// that run would not stay there until it is read.
+template <class Rows>
+__device__ __forceinline__ void prefetch_state_of(const Rows& rows, bool rows_are_made) {
+  const TailArgs& a = rows.a;
+  const bool late = gridDim.x > 2 * a.ahead;
+  if (threadIdx.x == 0 && late == rows_are_made && rows.start.source >= 0)
+    prefetch_state<Rows::kKeys>(a.initial, rows.start.source, rows.unit.head);
+}
+
+/// Makes the rows that fold ready for it.
+template <class Rows>
+__device__ __forceinline__ void prepare_folds(const Rows& rows, int target) {
+  const Start& start = rows.start;
+  for (int part = rows.warp; part < Rows::kParts; part += rows.warps)
+    for (int at = 0; at < target; at = fold_end(start, at, target))
+      prepare_fold(rows, part, at, fold_end(start, at, target));
 }
 
 /// Rows in shared memory, those of the tokens in the tail, and those that fold ready for it.
@@ -218,7 +257,7 @@ __device__ __forceinline__ Path make_rows(Rows* rows) {
   const TailArgs& a = rows->a;
   const Start& start = rows->start;
   rows->load();
-  if constexpr (Rows::kIsDense) prefetch_ahead<Rows::kKeys>(a);
+  if constexpr (Rows::kIsDense) prefetch_state_of(*rows, false);
   if (a.parents) {
     for (int t = static_cast<int>(threadIdx.x); t < rows->count; t += static_cast<int>(blockDim.x))
       rows->before()[t] =
@@ -226,10 +265,9 @@ __device__ __forceinline__ Path make_rows(Rows* rows) {
     __syncthreads();
   }
   rows->make();
-  const int target = fold_target(a, start) - start.folded;
-  for (int part = rows->warp; part < Rows::kParts; part += rows->warps)
-    for (int at = 0; at < target; at = fold_end(start, at, target))
-      prepare_fold(*rows, part, at, fold_end(start, at, target));
+  if constexpr (Rows::kIsDense) prefetch_state_of(*rows, true);
+  const int target = fold_target(a, rows->unit.n, start) - start.folded;
+  if (!a.rest.base) prepare_folds(*rows, target);
   return {rows->before(), target, rows->sure(), a.parents ? rows->sure() : INT32_MAX};
 }
 
@@ -243,68 +281,63 @@ __device__ void zero_outputs(const TailArgs& a, const Unit& unit, const TokenRan
     decode::zero_rows<kColumns<kK>>(a, unit, tokens, end, column);
 }
 
-/// Asks for S_0, or makes it zero.
-template <class Rows, class Tile>
-__device__ __forceinline__ void load_columns(const Rows& rows, int64_t source, Tile* tile) {
-  constexpr bool kDense = Rows::kIsDense;
-  if (!kDense || source < 0) tile->clear();
-  if (!kDense && tile->column0 >= rows.a.shape.V) return;
-  if (source >= 0) tile->load(rows.a.initial, rows.a.shape, source, rows.unit.head);
-}
-
-/// Scores of a batch of tokens from `token` on. The block meets behind.
+/// Scores of a batch of tokens from `token` on: a warp has a few tokens, or several have one. The
+/// block meets behind.
 template <class Rows>
 __device__ __forceinline__ void make_batch(const Rows& rows, const Path& path, int token) {
   const int count = min(rows.count - token, kBatch);
+  int sharing = rows.warps;  // warps that have a token: a power of two
+  while (sharing > 1 && sharing * count > rows.warps) sharing /= 2;
 #pragma unroll 1
-  for (int t = 0; t < count; ++t)
-    for (int part = rows.warp; part < Rows::kParts; part += rows.warps)
-      make_scores(rows, path, token + t, t, part);
+  for (int t = rows.warp / sharing; t < count; t += rows.warps / sharing)
+    make_scores(rows, path, token + t, t, {rows.warp % sharing, sharing});
   __syncthreads();
 }
 
-/// S_0, folds, then the tokens, in the columns of a tile. All warps of the block are here, those of
+/// S_0, folds, then the tokens, in the columns of a warp. All warps of the block are here, those of
 /// no column too.
-template <class Rows, class Tile>
-__device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, Tile* tile) {
+template <class Columns, class Rows>
+__device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, int column0) {
   constexpr bool kDense = Rows::kIsDense;
-  load_columns(rows, rows.start.source, tile);
-  const Column<Rows::kKeys> column(tile->column0, rows.lane, rows.a.shape.V);
-  const bool mine = kDense || tile->column0 < rows.a.shape.V;
-  make_batch(rows, path, 0);
-  if (mine) {
-    scale_v_new(rows, column);
-    fold(rows, path.first, tile);
-  }
+  const TailArgs& a = rows.a;
+  State state = state_of(a, rows.start, path.first);
+  const bool mine = kDense || column0 < a.shape.V;
 #pragma unroll 1
-  for (int token = 0; token < rows.count; ++token) {
-    const int in_batch = token % kBatch;
-    if (token > 0 && in_batch == 0) {
-      __syncthreads();  // the batch before has been read
-      make_batch(rows, path, token);
+  for (int token = 0; token < max(rows.count, 1); token += kBatch) {
+    if (token > 0) __syncthreads();  // the batch before has been read
+    make_batch(rows, path, token);
+    if (!mine) continue;
+    const int count = min(rows.count - token, kBatch);
+#pragma unroll 1
+    for (int t = 0; t < max(count, 1); t += 2) {
+#pragma unroll 1
+      for (int c = 0; c < kWarpColumns; c += Columns::kColumns) {
+        const Columns tile(a.initial, a.shape, rows.unit.head, column0 + c);
+        multiply_state(rows, tile, state, t, count - t);
+      }
+      if (state.to >= 0) state = {state.to, -1, 0};
     }
-    if (mine) solve(rows, path, *tile, column, token, in_batch);
     __syncwarp();
+#pragma unroll 1
+    for (int t = 0; t < count; ++t) {
+      solve(rows, path, column0 + rows.lane, token + t, t);
+      __syncwarp();
+    }
   }
   if (!kDense) __syncthreads();
 }
 
-/// Warps of a dense block, and blocks of an SM: as many as its registers have states for.
+/// Warps of a dense block. An SM has 20 of them, with 96 registers each: they wait for memory and
+/// for their own sums, one after the other, so many heads have to be under way.
 template <int kK>
-constexpr int kWarps = kK / kTileColumns<kK>;
-template <int kK, bool kPacked>
-constexpr int kBlocks = kK == 64  ? 8
-                        : kPacked ? 4
-                                  : 3;
+constexpr int kWarps = kK / kWarpColumns;
 
-/// Registers have S_0 from where scores are made: in front of that the L2 is asked for it, and rows
-/// take the registers.
 template <int kK, Access kAccess, bool kPacked>
 __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps : kWarps<kK>),
-                                  kAccess == Access::kScalar ? 1 : kBlocks<kK, kPacked>)
+                                  kAccess == Access::kScalar ? 1 : 20 / kWarps<kK>)
     tail_kernel(const __grid_constant__ TailArgs a) {
   constexpr bool kDense = kAccess != Access::kScalar;
-  using Tile = typename BoundaryTile<kK, kAccess, kPacked>::Type;
+  using Columns = Tile<kK, kAccess, kPacked>;
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   const unsigned of_flags = a.flags ? 1 : 0;  // the first block: it may take longest
@@ -313,31 +346,27 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
   const TokenRange tokens = decode::tokens_of(a, unit.n);
   const int count = num_computed(a, unit.n, tokens);
   Start start = place_of(a, unit.n);
-  if constexpr (kDense) {
-    // Nobody has asked for the states of the first blocks.
-    const bool is_first = threadIdx.x == 0 && blockIdx.x < a.ahead;
-    if (is_first && !start.skip && start.source >= 0)
-      prefetch_state<kK>(a, start.source, unit.head);
-  }
   read_folded(a, unit.n, unit.head, &start);
+  if constexpr (kDense && kPacked)
+    if (a.rest.base && threadIdx.x == 0 && start.source >= 0 && start.sure() >= kTailBoundary)
+      prefetch_state<kK>(a.rest, start.source, unit.head);
   if (start.skip || count < 0) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
   Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
   const Path path = make_rows(&rows);
-  const int column0 = rows.warp * kTileColumns<kK>;
-  if constexpr (kDense) {
-    Tile tile(column0);
-    run_columns(rows, path, &tile);
-  } else {
-#pragma unroll 1
-    for (int group = 0; group < a.shape.V; group += rows.warps * kTileColumns<kK>) {
-      Tile tile(group + column0);
-      run_columns(rows, path, &tile);
+  if constexpr (kPacked || !kDense)
+    if (a.rest.base && writes_state(a, start, path.first)) {
+      fold_split<kK, kDense>(a, unit, start, path.first);
+      start.source = start.slot;
     }
+#pragma unroll 1
+  for (int group = 0; group < a.shape.V; group += rows.warps * kWarpColumns) {
+    run_columns<Columns>(rows, path, group + rows.warp * kWarpColumns);
+    if constexpr (kDense) break;  // it has them all
   }
-  rows.append_head_gates();
+  rows.append_of_heads();
   if (threadIdx.x == 0)
     *folded_word(a, start.slot, unit.head) =
-        a.boundaries ? a.boundaries[unit.n] : fold_target(a, start);
+        a.boundaries ? a.boundaries[unit.n] : fold_target(a, unit.n, start);
   zero_outputs<kK>(a, unit, tokens, tokens.begin + count);
 }
 

@@ -10,7 +10,6 @@ namespace kda::cuda::tail {
 
 constexpr int kMostWarps = 8;  // of a block
 constexpr int kPart = 32;      // channels that a warp has, one a lane
-constexpr int kRound = 4;      // rows whose scores are summed over channels together
 constexpr int kBatch = 8;      // tokens whose scores are made before any of them is solved
 
 /// Channels of the kernel that serves K, or fewer of them.
@@ -25,17 +24,10 @@ struct Layout {
   int32_t rows = 0;     ///< of the tail and of the tokens behind it
   int32_t tokens = 0;
   int32_t batch = 0;  ///< of tokens
-  int32_t rounds = 0;
 
   /// `keys`: as channels_of() has them.
   KDA_HOST_DEVICE_INLINE static Layout of(int32_t sure, int32_t tokens, int32_t keys, int32_t V) {
-    const int32_t rows = sure + tokens;
-    return {keys,
-            (V + 31) / 32 * 32,
-            rows,
-            tokens,
-            tokens < kBatch ? tokens : kBatch,
-            (rows + kRound - 1) / kRound};
+    return {keys, (V + 31) / 32 * 32, sure + tokens, tokens, tokens < kBatch ? tokens : kBatch};
   }
   KDA_HOST_DEVICE_INLINE int32_t parts() const { return keys / kPart; }
   KDA_HOST_DEVICE_INLINE int32_t decays() const { return rows * keys; }
@@ -44,16 +36,17 @@ struct Layout {
   KDA_HOST_DEVICE_INLINE int32_t v() const { return q() + tokens * keys; }
   /// k and q of a token of the batch, as they meet S_0.
   KDA_HOST_DEVICE_INLINE int32_t with_state() const { return v() + tokens * columns; }
-  /// Scores of a token of the batch with kRound rows, of k and then of q: a sum a part.
-  KDA_HOST_DEVICE_INLINE int32_t scores() const { return with_state() + batch * 2 * keys; }
-  /// Scores over all channels, of the rows that a warp is at.
-  KDA_HOST_DEVICE_INLINE int32_t pairs() const {
-    return scores() + batch * rounds * parts() * 2 * kRound;
+  /// S_0^T k and S_0^T q likewise.
+  KDA_HOST_DEVICE_INLINE int32_t products() const { return with_state() + batch * 2 * keys; }
+  /// Scores of a token of the batch with the rows in front of it, newest first: of k and of q.
+  KDA_HOST_DEVICE_INLINE int32_t scores() const { return products() + batch * 2 * columns; }
+  /// Squares of keys: a sum a part.
+  KDA_HOST_DEVICE_INLINE int32_t squares() const {
+    return scores() + batch * 2 * (rows + rows % 2);
   }
-  /// Squares of keys, of q, and products of the two: a sum a part.
-  KDA_HOST_DEVICE_INLINE int32_t squares() const { return pairs() + kMostWarps * 2 * kRound; }
-  KDA_HOST_DEVICE_INLINE int32_t of_q() const { return squares() + parts() * rows; }
-  KDA_HOST_DEVICE_INLINE int32_t beta() const { return of_q() + parts() * 2 * tokens; }
+  /// q . q and q . k of a token.
+  KDA_HOST_DEVICE_INLINE int32_t of_q() const { return squares() + (parts() * rows + 1) / 2 * 2; }
+  KDA_HOST_DEVICE_INLINE int32_t beta() const { return of_q() + 2 * tokens; }
   KDA_HOST_DEVICE_INLINE int32_t before() const { return beta() + tokens; }
   KDA_HOST_DEVICE_INLINE int32_t floats() const { return before() + tokens; }
 };

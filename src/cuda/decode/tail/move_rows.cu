@@ -43,6 +43,9 @@ __global__ void __launch_bounds__(kThreads)
     const int head = value_head_of(a, q_head, j);
     move(a.tail_g, head, gate_step(a) == 0 ? 1 : a.shape.K);
     move(a.tail_v_new, head, a.shape.V);
+    if (!a.rest.base) continue;
+    move(a.tail_v, head, a.shape.V);
+    move(a.tail_beta, head, 1);
   }
 }
 

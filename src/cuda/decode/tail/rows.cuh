@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of a head in shared memory: those of the tail, oldest first, then those of the tokens. In
 // dense kernels a warp makes keys and decays of whole rows, in others those of a part of the
-// channels of every row. Behind a barrier a warp has a part of the channels of every row and, in
-// dense kernels, as many columns of values.
+// channels of every row.
 #pragma once
 
 #include "cuda/decode/tail/copy_row.cuh"
@@ -17,10 +16,13 @@ struct RawVector {
   alignas(kCount >= 4 ? 16 : 8) uint32_t words[kCount];
 
   __device__ __forceinline__ void load(const RowView& view, int64_t at) {
-    if (view.type == Element::kFloat32)
-      move<kCount>(static_cast<const uint32_t*>(view.base) + at, words);
+    load(view.base, view.type, at);
+  }
+  __device__ __forceinline__ void load(const void* base, Element type, int64_t at) {
+    if (type == Element::kFloat32)
+      move<kCount>(static_cast<const uint32_t*>(base) + at, words);
     else
-      move<kCount / 2>(static_cast<const uint16_t*>(view.base) + at, words);
+      move<kCount / 2>(static_cast<const uint16_t*>(base) + at, words);
   }
   __device__ __forceinline__ void store(const RowView& view, int64_t at) const {
     if (view.type == Element::kFloat32)
@@ -57,8 +59,8 @@ struct RawVector {
   }
 };
 
-/// kDense: K = V = kK, a warp for each part, and rows of whole vectors. Those of values and queries
-/// are copied to where their numbers will be. load() only asks for rows, make() waits.
+/// kDense: K = V = kK, and rows of whole vectors. Those of values and queries lie in shared memory
+/// as they came in. load() only asks for rows, make() waits, and the block meets behind it.
 template <int kK, bool kDense>
 struct Rows {
   static constexpr int kKeys = kK;
@@ -66,7 +68,7 @@ struct Rows {
   static constexpr int kParts = kK / kPart;
   static constexpr int kGroup = 4;      // rows that are made side by side
   static constexpr int kOwn = kK / 32;  // channels of a lane where a warp has whole rows
-  static constexpr int kSide = 3;       // such rows that are asked for together
+  static constexpr int kSide = 4;       // such rows that are asked for together
   using Own = RawVector<kOwn>;
 
   const TailArgs& a;
@@ -77,7 +79,7 @@ struct Rows {
   const int lane, warp, warps;
   const Layout layout;
   float* const shared;
-  int first_row = 0;  ///< of the tail in its tensors
+  const int first_row;  ///< of the tail in its tensors
 
   __device__ Rows(const TailArgs& args, const Unit& of, const Start& at, int64_t first,
                   int num_tokens)
@@ -92,7 +94,10 @@ struct Rows {
         warp(static_cast<int>(threadIdx.x) / 32),
         warps(static_cast<int>(blockDim.x) / 32),
         layout(Layout::of(args.most_sure, args.most_tokens, kK, kDense ? kK : args.shape.V)),
-        shared(reinterpret_cast<float*>(ptx::dynamic_shared())) {}
+        shared(reinterpret_cast<float*>(ptx::dynamic_shared())),
+        first_row(
+            static_cast<int>(static_cast<uint32_t>(at.folded) % static_cast<uint32_t>(args.rows))) {
+  }
 
   __device__ int columns() const { return kDense ? kK : layout.columns; }
   __device__ int sure() const { return start.sure(); }
@@ -105,29 +110,67 @@ struct Rows {
   __device__ float* with_state(int in_batch, bool of_q) const {
     return shared + layout.with_state() + (2 * in_batch + (of_q ? 1 : 0)) * kK;
   }
-  /// Sums of a part: scores with kRound rows, of k and then of q.
-  __device__ float* scores(int in_batch, int round, int part) const {
-    return shared + layout.scores() +
-           ((in_batch * layout.rounds + round) * kParts + part) * 2 * kRound;
+  /// S_0^T of that, a number a column.
+  __device__ float* product(int in_batch, bool of_q) const {
+    return shared + layout.products() + (2 * in_batch + (of_q ? 1 : 0)) * columns();
   }
-  __device__ float* pairs() const { return shared + layout.pairs() + warp * 2 * kRound; }
-  /// Sums of a part, of a token: q . q and q . k.
-  __device__ float* of_q(int token, int part) const {
-    return shared + layout.of_q() + (token * kParts + part) * 2;
+  /// Scores of a token of the batch with the rows in front of it, newest first, of k and of q.
+  __device__ float2* scores(int in_batch) const {
+    return reinterpret_cast<float2*>(shared + layout.scores()) +
+           in_batch * (layout.rows + layout.rows % 2);
+  }
+  /// q . q and q . k of a token.
+  __device__ float2* of_q(int token) const {
+    return reinterpret_cast<float2*>(shared + layout.of_q()) + token;
   }
 
-  __device__ float query(int token, int part) const {
-    return float_of(
-        token_bits(a.q, unit.q_head, token, shared + layout.q() + token * kK, part, a.shape.K),
-        a.q.type);
+  /// The lane's channels of a row of keys or decays.
+  __device__ void read_own(const float* row, float (&x)[kOwn]) const {
+#pragma unroll
+    for (int c = 0; c < kOwn; c += kOwn == 2 ? 2 : 4) {
+      if constexpr (kOwn == 2) {
+        const float2 two = *reinterpret_cast<const float2*>(row + kOwn * lane);
+        x[0] = two.x, x[1] = two.y;
+      } else {
+        const float4 four = *reinterpret_cast<const float4*>(row + kOwn * lane + c);
+        x[c] = four.x, x[c + 1] = four.y, x[c + 2] = four.z, x[c + 3] = four.w;
+      }
+    }
   }
-  /// A value of a token; in dense kernels of this warp's columns, the lane's.
-  __device__ float value(int token, int column) const {
+  __device__ static void write_own(const float (&x)[kOwn], float* to) {
+#pragma unroll
+    for (int c = 0; c < kOwn; c += kOwn == 2 ? 2 : 4) {
+      if constexpr (kOwn == 2)
+        *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
+      else
+        *reinterpret_cast<float4*>(to + c) = make_float4(x[c], x[c + 1], x[c + 2], x[c + 3]);
+    }
+  }
+  /// The lane's channels of q of a token; 0 past K.
+  __device__ void read_query(int token, float (&x)[kOwn]) const {
+    if constexpr (kDense) {
+      Own raw;
+      raw.load(shared + layout.q() + token * kK, a.q.type, kOwn * lane);
+      raw.convert(a.q.type, x);
+    } else {
+      const int64_t at = token_at(a.q, unit.q_head, token);
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) {
+        const int channel = kOwn * lane + c;
+        x[c] = channel < a.shape.K ? float_of(load_bits(a.q.base, a.q.type, at + channel), a.q.type)
+                                   : 0.0f;
+      }
+    }
+  }
+  /// A value of a token as it came in.
+  __device__ uint32_t value_bits(int token, int column) const {
     if constexpr (kDense)
-      return float_of(raw(a.v, shared + layout.v() + token * kK, warp), a.v.type);
+      return load_bits(shared + layout.v() + token * kK, a.v.type, column);
     else
-      return float_of(load_bits(a.v.base, a.v.type, token_at(a.v, unit.head, token) + column),
-                      a.v.type);
+      return load_bits(a.v.base, a.v.type, token_at(a.v, unit.head, token) + column);
+  }
+  __device__ float value(int token, int column) const {
+    return float_of(value_bits(token, column), a.v.type);
   }
   __device__ float beta(int token) const {
     return beta_value(a.gate, read_element(a.beta, token_at(a.beta, unit.head, token),
@@ -143,13 +186,8 @@ struct Rows {
   }
   /// The factor that normalises q of a token, and q . k of what was not normalised.
   __device__ float2 query_factors(int token) const {
-    float squares = 0, product = 0;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const float2 sums = *reinterpret_cast<const float2*>(of_q(token, part));
-      squares += sums.x, product += sums.y;
-    }
-    return {a.gate.l2norm ? rsqrtf(squares + 1e-6f) : 1.0f, product};
+    const float2 sums = *of_q(token);
+    return {a.gate.l2norm ? rsqrtf(sums.x + 1e-6f) : 1.0f, sums.y};
   }
 
   /// The row of index i, of the sure ones or of the tokens: no more than twice R from the first.
@@ -169,16 +207,14 @@ struct Rows {
 
   /// Asks for what the warp makes numbers of.
   __device__ void load() {
-    first_row =
-        static_cast<int>(static_cast<uint32_t>(start.folded) % static_cast<uint32_t>(a.rows));
     if constexpr (kDense) {
-      copy_tail(a.tail_v_new, unit.head, v_new(0));
+      copy_v_new();
       load_tokens();
       ptx::cp_async_commit();
     }
   }
 
-  /// Keys, as they came in, and decays. Appends the tokens' rows. In dense kernels the block meets.
+  /// Keys, as they came in, and decays. Appends the tokens' rows.
   __device__ void make() {
     const float rate = a.gate.A_log ? expf(a.gate.A_log[unit.head * a.gate.stride_A]) : 1.0f;
     if constexpr (kDense) {
@@ -194,48 +230,83 @@ struct Rows {
         for (int at = 0; at < sure() + count; at += kGroup) make_group(part, at, bias, rate);
       }
       load_v_new();
+      __syncthreads();
     }
   }
 
-  /// One gate a head, which all warps have read.
-  __device__ void append_head_gates() const {
-    if (gate_step(a) != 0) return;
-    for (int t = static_cast<int>(threadIdx.x); t < count; t += static_cast<int>(blockDim.x))
-      copy_row(a.g, token_at(a.g, unit.head, t), a.tail_g, tail_at(a.tail_g, unit.head, sure() + t),
-               1, 0, 1);
+  /// One gate a head, and beta beside split states, which all warps have read.
+  __device__ void append_of_heads() const {
+    if (gate_step(a) == 0) append_element(a.g, a.tail_g);
+    if (a.rest.base) append_element(a.beta, a.tail_beta);
+  }
+
+  // ---- of split states
+
+  /// Asks the L2 for v and beta of the tail.
+  __device__ void prefetch_values() const {
+    constexpr int kLine = 128;
+    for (int i = static_cast<int>(threadIdx.x); i < sure(); i += static_cast<int>(blockDim.x)) {
+      const char* row = static_cast<const char*>(a.tail_v.base) +
+                        tail_at(a.tail_v, unit.head, i) * size_of(a.tail_v);
+      for (int at = 0; at < a.shape.V * size_of(a.tail_v); at += kLine) ptx::prefetch_l2(row + at);
+      ptx::prefetch_l2(static_cast<const char*>(a.tail_beta.base) +
+                       tail_at(a.tail_beta, unit.head, i) * size_of(a.tail_beta));
+    }
+  }
+  /// v and beta of row i of the tail.
+  __device__ float tail_value(int i, int column) const {
+    return float_of(load_bits(a.tail_v.base, a.v.type, tail_at(a.tail_v, unit.head, i) + column),
+                    a.v.type);
+  }
+  __device__ float tail_beta(int i) const {
+    return beta_value(a.gate, float_of(load_bits(a.tail_beta.base, a.beta.type,
+                                                 tail_at(a.tail_beta, unit.head, i)),
+                                       a.beta.type));
+  }
+  /// Appends the column's value of a token.
+  __device__ void append_value(int token, int column) const {
+    store_bits(a.tail_v, tail_at(a.tail_v, unit.head, sure() + token) + column,
+               value_bits(token, column));
+  }
+  /// v_new of a row of the tail, there and in shared memory.
+  __device__ void store_v_new(int i, int column, float x) const {
+    static_cast<float*>(a.tail_v_new.base)[tail_at(a.tail_v_new, unit.head, i) + column] = x;
+    v_new(i)[column] = x;
   }
 
  private:
+  __device__ void append_element(const RowView& tokens, const RowView& tail) const {
+    for (int t = static_cast<int>(threadIdx.x); t < count; t += static_cast<int>(blockDim.x))
+      copy_row(tokens, token_at(tokens, unit.head, t), tail, tail_at(tail, unit.head, sure() + t),
+               1, 0, 1);
+  }
+
   __device__ float* squares(int part) const {
     return shared + layout.squares() + part * layout.rows;
   }
 
   // ---- on their way to shared memory
 
-  /// Vectors of a part of a row, as a power of two: a part has them where its numbers will be.
-  __device__ static int shift_of(const RowView& view) { return size_of(view) == 4 ? 3 : 2; }
-
-  /// This warp's part of the rows of the tail, 16 bytes at a time.
-  __device__ void copy_tail(const RowView& view, int64_t head, float* rows) const {
-    const int bytes = size_of(view), shift = shift_of(view);
-    const int vector = lane & ((1 << shift) - 1);
-    const char* base = static_cast<const char*>(view.base) +
-                       (start.slot * view.stride_b + head * view.stride_h) * bytes +
-                       ((warp << shift) + vector) * 16;
-    const int64_t step = view.stride_t * bytes;
-    const uint32_t to = ptx::shared_address(rows + warp * kPart + 4 * vector);
+  /// v_new of the tail, 16 bytes at a time.
+  __device__ void copy_v_new() const {
+    constexpr int kVectors = kK / 4;  // of a row
+    const float* base = static_cast<const float*>(a.tail_v_new.base) +
+                        start.slot * a.tail_v_new.stride_b + unit.head * a.tail_v_new.stride_h;
 #pragma unroll 1
-    for (int i = lane >> shift; i < sure(); i += 32 >> shift) {
-      ptx::cp_async<16>(to + i * kK * 4, base + row_of(i) * step);
+    for (int n = static_cast<int>(threadIdx.x); n < sure() * kVectors;
+         n += static_cast<int>(blockDim.x)) {
+      const int i = n / kVectors, vector = n % kVectors;
+      ptx::cp_async<16>(ptx::shared_address(v_new(i) + 4 * vector),
+                        base + row_of(i) * a.tail_v_new.stride_t + 4 * vector);
     }
   }
 
+  /// A row of a token, as it lies in memory, by a warp.
   __device__ void copy(const RowView& view, int64_t at, float* row) const {
-    const int shift = shift_of(view);
-    if (lane < 1 << shift)
-      ptx::cp_async<16>(
-          ptx::shared_address(row + warp * kPart + 4 * lane),
-          static_cast<const char*>(view.base) + at * size_of(view) + ((warp << shift) + lane) * 16);
+    const int size = size_of(view);
+    if (lane * 16 < kK * size)
+      ptx::cp_async<16>(ptx::shared_address(row + 4 * lane),
+                        static_cast<const char*>(view.base) + at * size + 16 * lane);
   }
   /// The word that has an element, which may begin in its middle.
   __device__ static uintptr_t address_of(const RowView& view, int64_t at) {
@@ -247,10 +318,10 @@ struct Rows {
   }
   __device__ void load_tokens() const {
 #pragma unroll 1
-    for (int t = 0; t < count; ++t) {
+    for (int t = warp; t < count; t += warps) {
       copy(a.q, token_at(a.q, unit.q_head, t), shared + layout.q() + t * kK);
       copy(a.v, token_at(a.v, unit.head, t), shared + layout.v() + t * kK);
-      if (warp == 0 && lane == 0)
+      if (lane == 0)
         copy_element(a.beta, token_at(a.beta, unit.head, t), shared + layout.beta() + t);
     }
   }
@@ -277,18 +348,11 @@ struct Rows {
                         ? load_bits(a.tail_g.base, a.g.type, tail_at(a.tail_g, unit.head, i))
                         : load_bits(a.g.base, a.g.type, token_at(a.g, unit.head, i - sure()));
   }
-  __device__ static void store_own(const float (&x)[kOwn], float* to) {
-    if constexpr (kOwn == 4)
-      *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
-    else
-#pragma unroll
-      for (int c = 0; c < kOwn; ++c) to[c] = x[c];
-  }
   __device__ void make_whole_row(int i, const Own& key, const Own& gate, const float (&bias)[kOwn],
                                  float rate) const {
     float x[kOwn], sum = 0;
     key.convert(a.k.type, x);
-    store_own(x, k(i) + kOwn * lane);
+    write_own(x, k(i) + kOwn * lane);
 #pragma unroll
     for (const float y : x) sum = fmaf(y, y, sum);
     if (gate_step(a) != 0) {
@@ -298,7 +362,7 @@ struct Rows {
       for (float& y : x) y = float_of(gate.words[0], a.g.type);
     }
     make_decays(x, bias, rate);
-    store_own(x, decay(i) + kOwn * lane);
+    write_own(x, decay(i) + kOwn * lane);
     if (!a.gate.l2norm) return;
     sum = sum_over(sum, 1, 32);
     if (lane == 0) squares(0)[i] = sum;
@@ -346,19 +410,10 @@ struct Rows {
     if (view.type == Element::kFloat32) return __uint_as_float(bits);
     return float_of(address_of(view, at) & 2 ? bits >> 16 : bits & 0xffff, view.type);
   }
-  /// This lane's element of a part, as it was copied.
-  __device__ uint32_t raw(const RowView& view, const float* row, int part) const {
-    return load_bits(row + part * kPart, view.type, lane);
-  }
   /// This lane's element of a part of a row of the tail or of a token; 0 past `size`.
   __device__ uint32_t bits_at(const RowView& view, int64_t at, int part, int size) const {
     const int channel = part * kPart + lane;
     return channel < size ? load_bits(view.base, view.type, at + channel) : 0;
-  }
-  __device__ uint32_t token_bits(const RowView& view, int64_t head, int token, const float* row,
-                                 int part, int size) const {
-    if constexpr (kDense) return raw(view, row, part);
-    return bits_at(view, token_at(view, head, token), part, size);
   }
   /// Reads rows [at, at + kGroup), past the last one that one, and looks at their type once.
   __device__ void read_group(const RowView& tail, const RowView& tokens, int64_t head, int part,

@@ -31,8 +31,9 @@ __device__ __forceinline__ int32_t* folded_word(const TailArgs& a, int64_t slot,
   return a.folded + slot * a.stride_folded_slot + head * a.stride_folded_head;
 }
 
-/// Where the folds of this call end, behind `start.folded`.
-__device__ __forceinline__ int32_t fold_target(const TailArgs& a, const Start& start) {
+/// Where the folds of sequence n end in this call, behind `start.folded`.
+__device__ __forceinline__ int32_t fold_target(const TailArgs& a, int64_t n, const Start& start) {
+  if (a.boundaries) return min(start.position, a.boundaries[n]);
   if (a.settle) return start.position;
   return start.sure() < kTailBoundary ? start.folded : last_boundary(start.position);
 }
@@ -155,7 +156,7 @@ __device__ inline void write_flags(const TailArgs& a) {
       const unsigned head = min(group * kHeads + j, HV - 1);
       Start start = place;
       read_folded(a, n, head, &start);
-      wrong |= start.wrong || fold_target(a, start) != fold_target(a, first);
+      wrong |= start.wrong || fold_target(a, n, start) != fold_target(a, n, first);
     }
     if (group != 0 || first.skip) continue;
     const TokenRange tokens = decode::tokens_of(a, n);

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <bit>
+
 #include "cuda/decode/tail/kernel.cuh"
 
 namespace kda::cuda::tail {
@@ -6,8 +8,9 @@ namespace {
 
 template <int kK, Access kAccess, bool kPacked>
 Status launch_instance(const TailArgs& args, const Launch& where) {
-  const int64_t tiles = (args.shape.V + kTileColumns<kK> - 1) / kTileColumns<kK>;
-  const auto warps = static_cast<int>(std::min<int64_t>(tiles, kMostWarps));
+  const int64_t tiles = (args.shape.V + kWarpColumns - 1) / kWarpColumns;
+  const auto warps =
+      static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::min<int64_t>(tiles, kMostWarps))));
   const int64_t blocks = args.map.num_sequences * args.shape.HV + (args.flags ? 1 : 0);
   const int64_t shared = shared_bytes(args.most_sure, args.most_tokens, args.shape.K, args.shape.V);
   return launch_kernel("tail", tail_kernel<kK, kAccess, kPacked>, blocks, 32 * warps,
@@ -28,6 +31,7 @@ bool is_dense(const TailArgs& args) {
   bool vectors = gate_step(args) == 0 || (has_vectors(args.g) && has_vectors(args.tail_g));
   for (const RowView* view : {&args.q, &args.k, &args.v, &args.tail_k, &args.tail_v_new})
     vectors &= has_vectors(*view);
+  if (args.rest.base) vectors &= args.rest.stride_row == kK;
   return vectors && args.shape.K == kK && args.shape.V == kK && args.initial.stride_row == kK &&
          args.initial.vectors;
 }

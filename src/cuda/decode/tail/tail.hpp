@@ -17,14 +17,16 @@ namespace kda::cuda::tail {
 /// `base.in_place` is true and `base.index_columns` 1: a sequence has one slot.
 struct TailArgs : HeadGates<DecodeArgs> {
   RowView tail_k, tail_g, tail_v_new;  ///< [slots, R, heads, size]; the row of position p is p % R
+  StateView rest;                      ///< of split states (SplitDesc), as `initial`
+  RowView tail_v, tail_beta;           ///< beside it, as tail_v_new
   int32_t* folded = nullptr;           ///< [slots, HV]
   int64_t stride_folded_slot = 0, stride_folded_head = 0;
   int32_t rows = 0;         ///< R
   int32_t most_sure = 0;    ///< rows in front of the tokens of a sequence of this call
   int32_t most_tokens = 0;  ///< of a sequence of this call
   bool settle = false;
-  /// [N], what is written to `folded`: a forward goes on from the folds up to there. Null: where
-  /// the folds end.
+  /// [N], what is written to `folded`, and where folds end that do not end in front of it: a
+  /// forward goes on from there. Null: a decode.
   const int32_t* boundaries = nullptr;
   const int32_t* positions = nullptr;  ///< [N]
   const int32_t* sources = nullptr;    ///< [N], or null
@@ -41,9 +43,10 @@ struct TailArgs : HeadGates<DecodeArgs> {
 
 /// A forward with a tail folds the rows in front of the boundary where it ends, runs a forward
 /// without a tail up to there, and appends rows of the tokens behind it. So it is three calls:
-///   folds:    N sequences without tokens settle at `fold_positions`
+///   folds:    N sequences without tokens settle up to `boundaries`
 ///   forward:  packs of sequences 2n, the tokens up to the boundary, and 2n + 1, those behind it,
-///             which have no slot there
+///             which have no slot there. Its states are the pool, or fp32 states [N] of sequences
+///             whose states in the pool are split
 ///   rows:     the same packs as a decode, where the sequences 2n have no slot
 struct EndsArgs {
   TailArgs tail;       ///< `settle`, `accepted`, `parents` and what belongs to them unset
@@ -51,7 +54,6 @@ struct EndsArgs {
   int64_t* cu_seqlens = nullptr;  ///< out, of each pack: [2M + 1] for its M sequences
   int32_t* found = nullptr;       ///< [N] out: 1 where a tail is wrong: the sequence is skipped
   int32_t* fold_slots = nullptr;  ///< [N] out, as all below; -1: nothing is folded, or skipped
-  int32_t* fold_positions = nullptr;
   int32_t* boundaries = nullptr;
   int32_t* forward_slots = nullptr;  ///< [2N]
   int32_t* row_slots = nullptr;      ///< [2N]
@@ -60,6 +62,18 @@ struct EndsArgs {
 
 /// Finds where the sequences of a forward end.
 Status launch_ends(const EndsArgs& args, const Launch& launch);
+
+/// Split states of sequences [first, first + count) of a forward, and their fp32 [N, HV, ..]: those
+/// that have tokens in front of a boundary. `join`: from split to fp32, else back.
+struct PlanesArgs {
+  Shape shape;
+  StateView pool, rest;  ///< TailArgs::initial and rest
+  StateView states;      ///< fp32
+  const int32_t* forward_slots = nullptr;
+  int64_t first = 0, count = 0;
+  bool join = true;
+};
+Status launch_planes(const PlanesArgs& args, const Launch& launch);
 
 /// Moves the rows that accepted_rows lists together, before the decode.
 Status launch_move_accepted(const TailArgs& args, const Launch& launch);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of a boundary state in the registers of a warp: how it is read and written, what it sums
-// with two vectors, and how rows are folded into it. Vectors and rows lie in shared memory.
+// Columns of a boundary state that a warp has, on their way through registers: patches of 4
+// channels and 4 columns, a few at a time, so that an SM has room for many warps. How they are read
+// and written, what they sum with two vectors, and how rows are folded into them. Vectors and rows
+// lie in shared memory.
 #pragma once
 
 #include "cuda/tile/state_io.cuh"
@@ -13,218 +15,138 @@ __device__ __forceinline__ void spread(const float* from, float (&x)[4]) {
   x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
 }
 
-/// Columns of a warp's tile, whose sums its lanes end with: a lane has one column, or two lanes do.
-template <int kK>
-constexpr int kTileColumns = kK == 256 ? 16 : 32;
+/// Columns of a warp, one a lane.
+constexpr int kWarpColumns = 32;
 
 /// Rows that are folded, and the decays that everything in front of them meets.
 struct Folded {
-  const float *keys, *v_new, *decays;  ///< rows of keys are decayed, those of v_new normalise them
+  const float *keys, *v_new, *decays;  ///< rows of keys are decayed and normalised
   int rows, columns;                   ///< columns of a row of v_new
 };
 
-/// Tile of a buffer whose rows are channels: a lane has 4 neighbouring columns of kQuads quads of
-/// channels. kDense: rows of exactly kK elements, whole vectors. Else kPacked is false.
-template <int kK, bool kDense, bool kPacked>
-struct TileKV {
-  static constexpr int kColumns = kTileColumns<kK>;
-  static constexpr int kGroups = 128 / kColumns;  // of lanes that share columns
-  static constexpr int kQuads = kK / 4 / kGroups;
-  Quads<4 * kQuads, kPacked> S;
+/// kScalar: one element at a time, none past K and V, of buffers of either type. Else rows of
+/// exactly kK elements, whole vectors. kPacked: bf16. A load reads 128 bytes of a row of fp32.
+template <int kK, Access kAccess, bool kPacked>
+struct Tile {
+  static constexpr bool kDense = kAccess != Access::kScalar;
+  static constexpr bool kRowsAreColumns = kAccess == Access::kVectorsVK;
+  static constexpr int kColumns = kRowsAreColumns ? 16 : kWarpColumns;
+  static constexpr int kLanes = 128 / kColumns;     // that share columns
+  static constexpr int kPatches = kK / 4 / kLanes;  // of a lane
+  using Patch = float[4][4];                        // [channel][column]
+  const StateView& states;
+  const Shape& shape;
+  const int64_t head;
   const int lane;
   const int column0;
 
-  __device__ explicit TileKV(int first)
-      : lane(static_cast<int>(threadIdx.x) % 32), column0(first) {}
-  __device__ void clear() { S.clear(); }
-  __device__ int channel(int j) const { return (j * kGroups + lane % kGroups) * 4; }
-  __device__ int value() const { return column0 + lane / kGroups * 4; }
+  __device__ Tile(const StateView& of, const Shape& sizes, int64_t of_head, int first)
+      : states(of),
+        shape(sizes),
+        head(of_head),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        column0(first) {}
+  __device__ int channel(int j) const { return (j * kLanes + lane % kLanes) * 4; }
+  __device__ int column() const { return column0 + lane / kLanes * 4; }
+  /// The lane's first element.
+  __device__ int64_t place(int64_t slot) const {
+    return state_offset(states, slot, head, channel(0), column());
+  }
 
-  __device__ void load(const StateView& states, const Shape& shape, int64_t slot, int64_t head) {
-    visit(states, shape, slot, head, [&](int i, int c, int64_t at) {
-      if constexpr (kDense)
-        S.load(i, states.base, at);
-      else
-        S.words[i][c] = __float_as_uint(states.bf16 ? load_state<true>(states.base, at)
-                                                    : load_state<false>(states.base, at));
-    });
-  }
-  __device__ void store(const StateView& states, const Shape& shape, int64_t slot, int64_t head) {
-    visit(states, shape, slot, head, [&](int i, int c, int64_t at) {
-      if constexpr (kDense)
-        S.store(i, states.base, at);
-      else
-        store_state(states, at, __uint_as_float(S.words[i][c]));
-    });
-  }
-  template <class Visit>
-  __device__ void visit(const StateView& states, const Shape& shape, int64_t slot, int64_t head,
-                        Visit&& with) {
-    const int64_t row_step = kDense ? kK : states.vk ? 1 : states.stride_row;
-    const int64_t column_step = kDense || !states.vk ? 1 : states.stride_row;
-    const int64_t first = state_offset(states, slot, head, channel(0), value());
+  __device__ __forceinline__ void load(int64_t at, int j, Patch& x) const {
+    if constexpr (kDense) {
 #pragma unroll
-    for (int j = 0; j < kQuads; ++j)
+      for (int r = 0; r < 4; ++r) {
+        const float4 row = load4<kPacked>(states.base, at + vector(j, r));
+        const float elements[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          x[kRowsAreColumns ? c : r][kRowsAreColumns ? r : c] = elements[c];
+      }
+    } else {
+      visit(at, j, x, [&](float& element, bool is_there, int64_t where) {
+        element = !is_there     ? 0.0f
+                  : states.bf16 ? load_state<true>(states.base, where)
+                                : load_state<false>(states.base, where);
+      });
+    }
+  }
+  __device__ __forceinline__ void store(int64_t at, int j, Patch& x) const {
+    if constexpr (kDense) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const auto element = [&](int c) { return kRowsAreColumns ? x[c][r] : x[r][c]; };
+        store4<kPacked>(states.base, at + vector(j, r),
+                        make_float4(element(0), element(1), element(2), element(3)));
+      }
+    } else {
+      visit(at, j, x, [&](const float& element, bool is_there, int64_t where) {
+        if (is_there) store_state(states, where, element);
+      });
+    }
+  }
+
+  /// x = Diag(decays) x + sum of k v_new^T
+  __device__ __forceinline__ void fold(const Folded& from, int j, Patch& x) const {
+    float decay[4];
+    spread(from.decays + channel(j), decay);
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[r][c] *= decay[r];
+#pragma unroll 2
+    for (int i = 0; i < from.rows; ++i) {
+      float k_i[4], v_i[4];
+      spread(from.keys + i * kK + channel(j), k_i);
+      spread(from.v_new + i * from.columns + column(), v_i);
 #pragma unroll
       for (int r = 0; r < 4; ++r)
 #pragma unroll
-        for (int c = 0; c < 4; c += kDense ? 4 : 1)
-          if (kDense || (channel(j) + r < shape.K && value() + c < shape.V))
-            with(4 * j + r, c, first + (j * kGroups * 4 + r) * row_step + c * column_step);
-  }
-
-  /// S^T k and S^T q, of this lane's column.
-  __device__ void multiply(const float* k, const float* q, float* with_k, float* with_q) const {
-    float read[4] = {}, out[4] = {};
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j) {
-      float k_j[4], q_j[4];
-      spread(k + channel(j), k_j);
-      spread(q + channel(j), q_j);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        float s[4];
-        S.get(4 * j + r, s);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          read[c] = fmaf(s[c], k_j[r], read[c]);
-          out[c] = fmaf(s[c], q_j[r], out[c]);
-        }
-      }
+        for (int c = 0; c < 4; ++c) x[r][c] = fmaf(k_i[r], v_i[c], x[r][c]);
     }
-    reduce_scatter<4, kGroups / 2>(read);
-    reduce_scatter<4, kGroups / 2>(out);
-    *with_k = read[0], *with_q = out[0];
+    if (kDense ? kPacked : states.bf16) round(x);  // a bf16 state goes on from what is written
   }
 
-  /// S = Diag(decays) S + sum of k v_new^T
-  __device__ void fold(const Folded& from) {
+  /// Adds x^T vector.
+  __device__ __forceinline__ void multiply(const float* vector, int j, const Patch& x,
+                                           float (&sums)[4]) const {
+    float y[4];
+    spread(vector + channel(j), y);
 #pragma unroll
-    for (int j = 0; j < kQuads; ++j) {
-      float x[4][4], decay[4];
-      spread(from.decays + channel(j), decay);
+    for (int r = 0; r < 4; ++r)
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        S.get(4 * j + r, x[r]);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) x[r][c] *= decay[r];
-      }
-#pragma unroll 2
-      for (int i = 0; i < from.rows; ++i) {
-        float k_i[4], v_i[4];
-        spread(from.keys + i * kK + channel(j), k_i);
-        spread(from.v_new + i * from.columns + value(), v_i);
-#pragma unroll
-        for (int r = 0; r < 4; ++r)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) x[r][c] = fmaf(k_i[r], v_i[c], x[r][c]);
-      }
-#pragma unroll
-      for (int r = 0; r < 4; ++r) S.set(4 * j + r, x[r]);
-    }
-  }
-  /// Rounds to what a bf16 buffer has.
-  __device__ void round() {
-    if constexpr (!kPacked)
-#pragma unroll
-      for (int i = 0; i < 4 * kQuads; ++i)
-#pragma unroll
-        for (uint32_t& word : S.words[i])
-          word = __float_as_uint(__bfloat162float(__float2bfloat16_rn(__uint_as_float(word))));
-  }
-};
-
-/// Tile of a dense buffer whose rows are columns of keys: a lane has 8 neighbouring columns of
-/// every eighth quad of channels.
-template <int kK, bool kPacked>
-struct TileVK {
-  static constexpr int kColumns = kTileColumns<kK>;
-  static constexpr int kLanes = 8;                // of a row
-  static constexpr int kQuads = kK / 4 / kLanes;  // of a lane
-  static constexpr int kRows = 8;
-  Quads<kRows * kQuads, kPacked> S;
-  const int lane;
-  const int column0;
-
-  __device__ explicit TileVK(int first)
-      : lane(static_cast<int>(threadIdx.x) % 32), column0(first) {}
-  __device__ void clear() { S.clear(); }
-  __device__ int channel(int quad) const { return (quad * kLanes + lane % kLanes) * 4; }
-  __device__ int value() const { return column0 + lane / kLanes * kRows; }
-
-  template <class Visit>
-  __device__ void visit(const StateView& states, int64_t slot, int64_t head, Visit&& with) {
-    const int64_t first = state_offset(states, slot, head, channel(0), value());
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-#pragma unroll
-      for (int j = 0; j < kQuads; ++j) with(r * kQuads + j, first + r * kK + j * kLanes * 4);
-  }
-  __device__ void load(const StateView& states, const Shape&, int64_t slot, int64_t head) {
-    visit(states, slot, head, [&](int i, int64_t at) { S.load(i, states.base, at); });
-  }
-  __device__ void store(const StateView& states, const Shape&, int64_t slot, int64_t head) {
-    visit(states, slot, head, [&](int i, int64_t at) { S.store(i, states.base, at); });
+      for (int c = 0; c < 4; ++c) sums[c] = fmaf(x[r][c], y[r], sums[c]);
   }
 
-  __device__ void multiply(const float* k, const float* q, float* with_k, float* with_q) const {
-    float read[kRows] = {}, out[kRows] = {};
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j) {
-      float k_j[4], q_j[4];
-      spread(k + channel(j), k_j);
-      spread(q + channel(j), q_j);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float s[4];
-        S.get(r * kQuads + j, s);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          read[r] = fmaf(s[c], k_j[c], read[r]);
-          out[r] = fmaf(s[c], q_j[c], out[r]);
-        }
-      }
-    }
-    reduce_scatter<kRows, kLanes / 2>(read);
-    reduce_scatter<kRows, kLanes / 2>(out);
-    *with_k = read[0], *with_q = out[0];
+  /// Sums over the lanes, to a row of numbers of columns.
+  __device__ __forceinline__ void store_sums(float (&sums)[4], float* to) const {
+    reduce_scatter<4, kLanes / 2>(sums);
+    constexpr int kSame = kLanes / 4;  // lanes that end with the same sum
+    if (lane % kSame == 0) to[column0 + lane / kSame] = sums[0];
   }
 
-  __device__ void fold(const Folded& from) {
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j) {
-      float x[kRows][4], decay[4];
-      spread(from.decays + channel(j), decay);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        S.get(r * kQuads + j, x[r]);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) x[r][c] *= decay[c];
-      }
-#pragma unroll 2
-      for (int i = 0; i < from.rows; ++i) {
-        const float* v_new = from.v_new + i * from.columns + value();
-        float k_i[4], v_i[2][4];
-        spread(from.keys + i * kK + channel(j), k_i);
-        spread(v_new, v_i[0]), spread(v_new + 4, v_i[1]);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) x[r][c] = fmaf(k_i[c], v_i[r / 4][r % 4], x[r][c]);
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) S.set(r * kQuads + j, x[r]);
-    }
+ private:
+  /// Where vector r of a patch lies, behind the lane's first element.
+  __device__ static constexpr int vector(int j, int r) {
+    return kRowsAreColumns ? j * kLanes * 4 + r * kK : (j * kLanes * 4 + r) * kK;
   }
-};
-
-template <int kK, Access kAccess, bool kPacked>
-struct BoundaryTile {
-  using Type = TileKV<kK, kAccess != Access::kScalar, kPacked>;
-};
-template <int kK, bool kPacked>
-struct BoundaryTile<kK, Access::kVectorsVK, kPacked> {
-  using Type = TileVK<kK, kPacked>;
+  template <class With>
+  __device__ __forceinline__ void visit(int64_t at, int j, Patch& x, With&& with) const {
+    const int64_t channel_step = states.vk ? 1 : states.stride_row;
+    const int64_t column_step = states.vk ? states.stride_row : 1;
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        with(x[r][c], channel(j) + r < shape.K && column() + c < shape.V,
+             at + (j * kLanes * 4 + r) * channel_step + c * column_step);
+  }
+  __device__ static void round(Patch& x) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[r][c] = __bfloat162float(__float2bfloat16_rn(x[r][c]));
+  }
 };
 
 }  // namespace kda::cuda::tail
