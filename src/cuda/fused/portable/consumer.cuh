@@ -114,7 +114,7 @@ __device__ void run_portable_consumer(C& c, Storage& storage, SchedulerState& sc
   const auto wait = [&] { ptx::mbarrier_wait(storage.full_barrier(walk.stage), walk.parity); };
   const auto release = [&] {
     __syncwarp();
-    if (c.lane < kReleasingLanes) ptx::mbarrier_arrive(storage.done_barrier(walk.stage));
+    ptx::mbarrier_arrive(storage.done_barrier(walk.stage));
     walk.next(groups);
   };
   for (;;) {

@@ -21,7 +21,7 @@ __device__ void init_portable_storage(Storage& storage) {
   for (int i = 0; i < storage.block_groups; ++i) {
     auto& group = storage.groups[i];
     ptx::mbarrier_init(group.full, kGroupThreads);
-    ptx::mbarrier_init(group.done, 4 * kReleasingLanes);  // of each consumer warp
+    ptx::mbarrier_init(group.done, 128);
     ptx::mbarrier_init(group.producer.rows_ready, kGroupThreads);
     ptx::mbarrier_init(group.producer.scores_done, 32);
   }

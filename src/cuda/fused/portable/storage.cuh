@@ -17,14 +17,6 @@ struct BlockForm {
 
 constexpr int kPortableThreads = 128 + kProducerWarps * 32;  // of a block, at most
 
-/// Lanes of a consumer warp that arrive at `done`. One arrives for its warp, behind __syncwarp().
-/// Racecheck counts an arrival for the lane alone: a build that it looks at lets every lane arrive.
-#ifdef KDA_EVERY_LANE_ARRIVES
-constexpr int kReleasingLanes = 32;
-#else
-constexpr int kReleasingLanes = 1;
-#endif
-
 template <int kChannels, class OperandType, class GateElement>
 struct PortableStorage {
   static constexpr int kK = kChannels;
