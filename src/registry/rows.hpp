@@ -79,9 +79,6 @@ struct Head {
   std::string (*decline)(const Problem& problem) = nullptr;
   /// Empty if it serves the options, else why not. Null: it serves all.
   std::string (*decline_options)(const PlanOptions& options) = nullptr;
-  /// Serves only callers who name it: PlanOptions::backend has the last part of the name. For
-  /// kernels that nothing has measured yet.
-  bool only_by_name = false;
   /// Empty if it serves a backward's gradients, else why not. Null: it serves all.
   std::string (*decline_gradients)(const Gradients& gradients) = nullptr;
   /// Why the next row should serve what this one can, where no backend is asked for; empty if it
