@@ -26,7 +26,7 @@ which tokens read, and 16 bits in tail.rest, which folds read and write too. Cop
     pool[slots], tail.rest[slots] = libkda.split_states(states)      # of float32 states, to begin tails from
 
 All calls of a slot have the gate parameters, the gate mode and the norm that its first call had, since a tail holds
-keys and gates as they came in. Rows of a tail are the states' device's and are written in place.
+keys and gates as they came in, and with split states the mode of beta. Rows of a tail are the states' device's and are written in place.
 """
 from __future__ import annotations
 
@@ -137,18 +137,23 @@ def rows_of_call(tail, positions, sources=None, parents=None, accepted_rows=None
 def settle(pool: torch.Tensor, slots: torch.Tensor, *, tail: Tail, positions: torch.Tensor,
            sources: torch.Tensor | None = None, accepted_rows: torch.Tensor | None = None, first_slot: int = 0,
            A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, lower_bound: float | None = None,
-           use_gate_in_kernel: bool = False, use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
+           use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool | None = None,
+           allow_neg_eigval: bool = False, use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
            head_map: str | None = None, plan_options: Options | None = None) -> None:
     """Folds all rows of the sequences' tails, so that pool[slots] are the states behind their `positions` tokens, which
-    calls without a tail take. Options as of the calls that made the rows. A tail goes on from there, too. Shapes: the
-    tables of this module and of libkda.serving."""
+    calls without a tail take. Options as of the calls that made the rows; those of beta are needed with split states,
+    whose folds make v_new anew, and use_beta_sigmoid_in_kernel must be given then. A tail goes on from there, too.
+    Shapes: the tables of this module and of libkda.serving."""
     expect_dimensions(slots, 1)
+    if type(tail) is Tail and tail.rest is not None and use_beta_sigmoid_in_kernel is None:
+        raise ValueError("use_beta_sigmoid_in_kernel must be given with split states, as the calls before had it")
     rows = rows_of_call(tail, positions, sources, None, accepted_rows, True)
     N, (H, K), (HV, V) = len(slots), tail.k.shape[1::2], tail.v_new.shape[1::2]
     k = tail.k.new_empty((N, 0, H, K))
     g = tail.g.new_empty((N, 0, HV) if tail.g.dim() == 3 or tail.g.stride(-1) == 0 else (N, 0, HV, K))
     of_v, of_beta = (tail.v_new if x is None else x for x in (tail.v, tail.beta))
     v, beta = of_v.new_empty((N, 0, HV, V)), of_beta.new_empty((N, 0, HV))
-    modes = modes_of(k, None, lower_bound, use_gate_in_kernel, False, False, use_qk_l2norm_in_kernel, state_v_first)
+    modes = modes_of(k, None, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
     _update_pool(k, k, v, g, beta, slots_of("slots", pool, slots, None, None, first_slot), A_log, dt_bias,
                  (None, None), modes, v, head_map, plan_options, rows, True)

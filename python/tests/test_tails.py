@@ -113,7 +113,7 @@ def test_a_history_equals_the_recurrence(v_first, one_gate, split):
     step(libkda.decode, [1, 1])
     boundaries = tail.folded.tolist()
     assert boundaries[3] == [32] * HV and boundaries[5] == [16] * HV and boundaries[1] == [-1] * HV
-    libkda.settle(positions=at(done[0], 0, done[1]), **call)
+    libkda.settle(positions=at(done[0], 0, done[1]), **call, **SIGMOID)
     for n, slot in enumerate((3, 5)):
         expected, state = recurrence(part(requests[n], 0, done[n]), options)
         assert distance(torch.cat(found[n], 1), expected) < (3e-3 if split else 1e-5)
@@ -232,7 +232,7 @@ def test_a_state_is_split_and_goes_on_in_a_tail():
     assert torch.equal(libkda.join_states(pool[2], tail.rest[2]), plain[2])
     tail.folded[2] = 21
     o = libkda.prefill(**part(x, 21), pool=pool, slots=at(2), tail=tail, positions=at(21), **options, **SIGMOID)
-    libkda.settle(pool, at(2), tail=tail, positions=at(40), **options)
+    libkda.settle(pool, at(2), tail=tail, positions=at(40), **options, **SIGMOID)
     expected, state = recurrence(x, options)
     assert distance(o, expected[:, 21:]) < 3e-3
     assert distance(libkda.join_states(pool[2], tail.rest[2]), state) < 1e-5
@@ -352,6 +352,10 @@ def other(**change):
     return dict(tail=TAIL._replace(**change))
 
 
+def split(**change):
+    return dict(tail=SPLIT._replace(**change), **SIGMOID)
+
+
 BAD = {
     "prefill, decode, verify, settle": [
         (dict(tail=tuple(TAIL)), "^tail must be a libkda.Tail, got tuple"),
@@ -372,11 +376,11 @@ BAD = {
         (other(v_new=TAIL.v_new.half()), "^tail.v_new must be float32, got torch.float16"),
         (other(folded=TAIL.folded.long()), "^tail.folded must be int32, got torch.int64"),
         (other(folded=TAIL.folded[:, :2]), r"^tail.folded must have shape \[slots, HV\]=\[6, 4\], got \[6, 2\]"),
-        (other(rest=SPLIT.rest), "^tail.rest, tail.v and tail.beta are given together"),
-        (dict(tail=SPLIT._replace(rest=SPLIT.rest.int())), "^tail.rest must be int16, got torch.int32"),
-        (dict(tail=SPLIT._replace(rest=SPLIT.rest[:, :2])), r"^tail.rest must have shape .* got \[6, 2, 32, 16\]"),
-        (dict(tail=SPLIT._replace(beta=SPLIT.beta[..., :3])), r"^tail.beta must have shape .* got \[6, 4, 3\]"),
-        (dict(tail=SPLIT), "^pool: dtype fp32 is not bf16, which split states have beside tail.rest"),
+        (other(rest=SPLIT.rest) | SIGMOID, "^tail.rest, tail.v and tail.beta are given together"),
+        (split(rest=SPLIT.rest.int()), "^tail.rest must be int16, got torch.int32"),
+        (split(rest=SPLIT.rest[:, :2]), r"^tail.rest must have shape .* got \[6, 2, 32, 16\]"),
+        (split(beta=SPLIT.beta[..., :3]), r"^tail.beta must have shape .* got \[6, 4, 3\]"),
+        (split(), "^pool: dtype fp32 is not bf16, which split states have beside tail.rest"),
         (other(v_new=None), "^tail.v_new must be a torch.Tensor, got NoneType"),
         (dict(tail=None), "^positions belongs to a tail, got no tail")],
     "prefill, decode, verify": [
@@ -427,6 +431,11 @@ def test_errors_name_the_argument(name, change, text):
 def test_a_tail_of_wrong_sizes(change, text):
     with pytest.raises((TypeError, ValueError), match=text):
         libkda.tail(**(dict(slots=SLOTS, H=H, HV=HV, K=K, V=V) | change))
+
+
+def test_settling_split_states_asks_for_the_mode_of_beta():
+    with pytest.raises(ValueError, match="^use_beta_sigmoid_in_kernel must be given with split states"):
+        libkda.settle(new_pool(torch.bfloat16), at(1), tail=SPLIT, positions=at(0), **gate())
 
 
 def test_where_a_tail_is_asked_for_in_vain():
