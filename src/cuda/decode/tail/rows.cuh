@@ -68,7 +68,7 @@ struct Rows {
   static constexpr int kParts = kK / kPart;
   static constexpr int kGroup = 4;      // rows that are made side by side
   static constexpr int kOwn = kK / 32;  // channels of a lane where a warp has whole rows
-  static constexpr int kSide = 4;       // such rows that are asked for together
+  static constexpr int kSide = 2;       // such rows that are asked for together
   using Own = RawVector<kOwn>;
 
   const TailArgs& a;
