@@ -26,8 +26,11 @@ Status for_gate_mode(const char* kernel, GateMode mode, Run&& run) {
   return unknown_gate_mode(kernel);
 }
 
-/// Launches `kernel` on `blocks` blocks; nothing for 0 blocks. Shared memory above 48 KB is asked
-/// for on every launch: the attribute belongs to the current device, and setting it is cheap.
+/// Dynamic shared memory that a kernel has without asking: of 48 KB, less what it declares itself.
+constexpr int kUnaskedSharedBytes = 32 * 1024;
+
+/// Launches `kernel` on `blocks` blocks; nothing for 0 blocks. More shared memory is asked for on
+/// every launch: the attribute belongs to the current device, and setting it is cheap.
 template <class Args>
 Status launch_kernel(const char* name, void (*kernel)(Args), int64_t blocks, int threads,
                      int shared_bytes, const Launch& launch, const Args& args) {
@@ -37,7 +40,7 @@ Status launch_kernel(const char* name, void (*kernel)(Args), int64_t blocks, int
   if (blocks > INT32_MAX)
     return launch_status(cudaErrorInvalidConfiguration, name, blocks, threads, shared_bytes);
   cudaError_t error = cudaSuccess;
-  if (shared_bytes > 48 * 1024)
+  if (shared_bytes > kUnaskedSharedBytes)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config{};
