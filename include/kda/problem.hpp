@@ -175,7 +175,8 @@ StateDesc states(const Problem& problem, DType dtype, int64_t num_slots,
 /// A dense tail of `rows` rows for the sizes, the types and the slots of `problem`.
 TailDesc tails(const Problem& problem, int64_t rows) noexcept;
 
-/// What splits the states of `problem`, dense, for a tail of `rows` rows.
+/// A description of the tensors that split the states of `problem`, dense, for a tail of `rows`
+/// rows.
 SplitDesc split_states(const Problem& problem, int64_t rows) noexcept;
 
 /// The scale in effect: problem.scale or K^-1/2.

@@ -101,8 +101,7 @@ inline constexpr Types kLengths = {"int32 or int64",
 inline constexpr Types kFloats = {"float32",
                                   {ScalarType::Float, ScalarType::Float, ScalarType::Float}};
 inline constexpr Types kIndices = {"int32", {ScalarType::Int, ScalarType::Int, ScalarType::Int}};
-inline constexpr Types kRest = {"int16",
-                                {ScalarType::Short, ScalarType::Short, ScalarType::Short}};
+inline constexpr Types kRest = {"int16", {ScalarType::Short, ScalarType::Short, ScalarType::Short}};
 inline constexpr Types kMasks = {"bool or uint8",
                                  {ScalarType::Bool, ScalarType::Byte, ScalarType::Bool}};
 

@@ -26,7 +26,8 @@ which tokens read, and 16 bits in tail.rest, which folds read and write too. Cop
     pool[slots], tail.rest[slots] = libkda.split_states(states)      # of float32 states, to begin tails from
 
 All calls of a slot have the gate parameters, the gate mode and the norm that its first call had, since a tail holds
-keys and gates as they came in, and with split states the mode of beta. Rows of a tail are the states' device's and are written in place.
+keys and gates as they came in, and with split states the mode of beta. Rows of a tail are the states' device's and are
+written in place.
 """
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ constexpr TensorRow kTailTensors[] = {
      }},
 };
 
-/// What splits their boundary states, where the tail has that.
+/// Tensors that split their boundary states, where the tail has them.
 constexpr TensorRow kSplitTensors[] = {
     {"tail.rest",
      [](P p, T t) {

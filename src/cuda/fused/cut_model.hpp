@@ -149,8 +149,8 @@ KDA_HOST_DEVICE double candidate_us(const CutModel& m, const plan::LengthSums<In
   return fits_in_line(m, cut) ? one_pass_us(m, sums, cut, first_tokens) : HUGE_VAL;
 }
 
-/// The same with transitions that exit after `memory_tokens`. Infinite where there are more of them
-/// than clusters.
+/// A candidate with transitions that exit after `memory_tokens`. Infinite where there are more of
+/// them than clusters.
 template <class Int>
 KDA_HOST_DEVICE double early_exit_us(const CutModel& m, const plan::LengthSums<Int>& sums,
                                      const plan::Cut<Int>& cut, Int segment_tokens,

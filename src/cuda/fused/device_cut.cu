@@ -19,7 +19,7 @@
 #include "cuda/launch/sequence_map.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/ptx.cuh"
-#include "cuda/segments/block_scan.cuh"
+#include "cuda/tile/block_scan.cuh"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::sm90 {

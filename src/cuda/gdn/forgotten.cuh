@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What heads forget within a segment, by the bounds of |M| that gdn_intra leaves for each chunk. A
-// bound of M is one of its transpose too, so it serves chains of either direction.
+// Whether heads forget within a segment, by the bounds of |M| that gdn_intra leaves for each chunk.
+// A bound of M is one of its transpose too, so it serves chains of either direction.
 #pragma once
 
 #include "cuda/gdn/factors.hpp"

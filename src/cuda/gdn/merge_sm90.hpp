@@ -12,7 +12,7 @@ struct MergeArgs : sm90::BegunMergeArgs {
 
 Status launch_merge(const MergeArgs& args, const Launch& launch);
 
-/// Of a backward: states before segments, unless null, and dS behind them, in one launch.
+/// Merges of a backward: states before segments, unless null, and dS behind them, in one launch.
 /// `gradients` is what launch_reverse_merge() takes (staged/backward/reverse_merge.hpp).
 Status launch_both_merges(const MergeArgs* states, const MergeArgs& gradients,
                           const Launch& launch);

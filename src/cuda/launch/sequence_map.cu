@@ -3,7 +3,7 @@
 
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/segments/block_scan.cuh"
+#include "cuda/tile/block_scan.cuh"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda {

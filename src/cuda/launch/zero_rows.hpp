@@ -34,7 +34,8 @@ Status launch_zero_rows(const ZeroRowsArgs& args, int64_t blocks, const Launch& 
 
 /// DeviceChecks::zero_rows.
 Status zero_rows(const stage::Call& call, std::span<const registry::WrittenRows> written);
-/// The same of forwards whose map kernel has zeroed rows of no sequence (SequenceMapArgs::rest).
+/// Leaves out rows of no sequence: the map kernel of the call has zeroed them
+/// (SequenceMapArgs::rest).
 Status zero_rows_without_slot(const stage::Call& call,
                               std::span<const registry::WrittenRows> written);
 

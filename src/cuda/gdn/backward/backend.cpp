@@ -23,7 +23,7 @@
 namespace kda::cuda::gdn {
 namespace {
 
-/// Of workspace, twice what the staged backend takes at most.
+/// The most workspace: twice what the staged backend takes.
 constexpr double kMostBytes = 2 * staged::kGroupBytes;
 
 /// Its kernels have tiles of 128 channels, whatever K is.

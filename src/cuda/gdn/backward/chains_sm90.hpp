@@ -27,7 +27,7 @@ struct BackwardChainsArgs {
   RowView v;
   Factors made;
 
-  // Of a scan.
+  // A scan has these.
   float* D = nullptr;  ///< [spans, HV, K, V]: dS before a segment if that behind it is zero
   /// [spans, HV] out: whether nothing that is before a segment is left at its end, and nothing of
   /// dS behind it at its start (gdn/forgotten.cuh). Null: M is kept.
@@ -37,7 +37,7 @@ struct BackwardChainsArgs {
 /// Neither chain needs anything of the other: one launch has the blocks of both.
 Status launch_backward_chains(const HeadGates<BackwardChainsArgs>& args, const Launch& launch);
 
-/// What merges of segments need: D of all but first segments, B of all but last ones, where
+/// Makes what merges of segments need: D of all but first segments, B of all but last ones, where
 /// errors.h is given, and M of those whose M is read and not known to be small; zeros of the
 /// others.
 Status launch_backward_scan(const HeadGates<BackwardChainsArgs>& args, const Launch& launch);

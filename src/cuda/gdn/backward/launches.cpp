@@ -34,7 +34,7 @@ struct Parts {
   void *h = nullptr, *errors = nullptr, *dh = nullptr, *dz = nullptr;
   bool tokens = false;  ///< gradients are wanted that tokens have from states
 
-  // Of segments, null without any.
+  // Segments have these; null without any.
   float *M = nullptr, *B = nullptr, *states = nullptr;  ///< states before segments
   float *D = nullptr, *d_states = nullptr;              ///< dS behind segments
   int32_t *forgets_before = nullptr, *forgets_behind = nullptr;

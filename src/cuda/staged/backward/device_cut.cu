@@ -14,7 +14,7 @@
 #include "cuda/staged/backward/device_cut.hpp"
 
 #include "cuda/launch/launch.cuh"
-#include "cuda/segments/block_scan.cuh"
+#include "cuda/tile/block_scan.cuh"
 #include "cuda/tile/chunk_map.cuh"
 
 namespace kda::cuda::staged {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A sum scan over the threads of a block, for kernels of one block that make maps of sequences. It
-// has two halves with a barrier of the block between them, which may be one that the kernel needs
-// anyway.
+// A sum scan over the threads of a block, for kernels of one block that make maps of sequences. The
+// caller has a __syncthreads() between its two parts, which it may need anyway.
 #pragma once
 
 #include <cstdint>
