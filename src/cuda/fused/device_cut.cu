@@ -108,7 +108,7 @@ struct Cutter {
   }
 
   __device__ void make_map(bool guess) {
-    bool mended = false;
+    Mended mended;
     int longest = 0;
     uint64_t all = 0;  // chunks, and in the upper half sequences with tokens
     if (t == 0) s.num_lengths = s.most_behind = 0;
@@ -130,7 +130,7 @@ struct Cutter {
       }
       all += scanned.all;
     }
-    if (t == 0) offsets.flag(!mended && (guess || offsets.has_all(N)));
+    if (t == 0) offsets.flag(!mended.any && (guess || offsets.has_all(N)));
     sums.sequences = N;
     sums.with_tokens = static_cast<int>(all >> 32);
     sums.longest = __reduce_max_sync(kAll, lane < kWarps ? s.longest[lane] : 0);
@@ -306,10 +306,13 @@ struct Cutter {
 __global__ void __launch_bounds__(kThreads)
     device_cut_kernel(const __grid_constant__ DeviceCutArgs a) {
   __shared__ Shared shared;
+  Cutter cutter(a, shared);
+  if (blockIdx.x > 0) {
+    ptx::griddepcontrol_wait();
+    return cutter.offsets.zero_rest();  // and only then clusters are placed, on SMs side by side
+  }
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
-  Cutter cutter(a, shared);
-  if (blockIdx.x > 0) return cutter.offsets.zero_rest();
   cutter.run();
 }
 

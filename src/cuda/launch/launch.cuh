@@ -26,7 +26,8 @@ Status for_gate_mode(const char* kernel, GateMode mode, Run&& run) {
   return unknown_gate_mode(kernel);
 }
 
-/// Dynamic shared memory that a kernel has without asking: of 48 KB, less what it declares itself.
+/// Dynamic shared memory that a kernel has without asking: of 48 KB, less at most 16 KB that it
+/// declares itself where it takes both.
 constexpr int kUnaskedSharedBytes = 32 * 1024;
 
 /// Launches `kernel` on `blocks` blocks; nothing for 0 blocks. More shared memory is asked for on

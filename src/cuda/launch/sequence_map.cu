@@ -25,12 +25,12 @@ __global__ void upload_kernel(const __grid_constant__ UploadArgs a) {
 
 __global__ void __launch_bounds__(kThreads)
     sequence_map_kernel(const __grid_constant__ SequenceMapArgs a) {
-  ptx::griddepcontrol_launch_dependents();
   __shared__ uint64_t sums[kWarps];
   const int t = static_cast<int>(threadIdx.x);
   const GivenOffsets offsets{a};
   if (blockIdx.x > 0) return offsets.zero_rest();
-  bool mended = false;
+  ptx::griddepcontrol_launch_dependents();
+  Mended mended;
   uint64_t all = 0;  // chunks
 #pragma unroll 1
   for (int64_t i = t; i - t <= a.num_sequences; i += kThreads) {
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     all += scanned.all;
   }
-  if (t == 0) offsets.flag(!mended && offsets.has_all(a.num_sequences));
+  if (t == 0) offsets.flag(!mended.any && offsets.has_all(a.num_sequences));
 }
 
 }  // namespace

@@ -14,6 +14,13 @@ struct MapEntry {
   int64_t begin, end;
 };
 
+/// Whether an entry so far is not as the caller has it; then the largest offset of all tiles so
+/// far.
+struct Mended {
+  bool any = false;
+  int64_t largest = 0;
+};
+
 struct GivenOffsets {
   const SequenceMapArgs& a;
 
@@ -27,13 +34,19 @@ struct GivenOffsets {
   __device__ int64_t clamped(int64_t offset) const {
     return max(int64_t{0}, min(offset, a.num_tokens));
   }
-  /// The largest offset before entry i, where they are not in order.
-  __device__ int64_t largest_before(int64_t i) const {
-    int64_t largest = 0;
+  /// The largest offset before entry i, where they are not in order. Tiles that `mended.largest`
+  /// does not know are in order, and end with their largest.
+  __device__ int64_t largest_before(int64_t i, Mended& mended) const {
+    const int64_t first = i - threadIdx.x, end = min(first + blockDim.x, a.num_sequences + 1);
+    if (first > 0) mended.largest = max(mended.largest, clamped(load(first - 1)));
+    int64_t before = mended.largest;
 #pragma unroll 1
-    for (int64_t k = 0; k < min(i, a.num_sequences + 1); ++k)
-      largest = max(largest, clamped(load(k)));
-    return largest;
+    for (int64_t k = first; k < end; ++k) {
+      const int64_t offset = clamped(load(k));
+      mended.largest = max(mended.largest, offset);
+      if (k < i) before = mended.largest;
+    }
+    return before;
   }
   /// Whether all tokens are in the first n sequences. Both entries are loaded at once.
   __device__ bool has_all(int64_t n) const {
@@ -46,13 +59,12 @@ struct GivenOffsets {
     const int64_t at = min(i, a.num_sequences);
     return {load(max(at, int64_t{1}) - 1), load(at)};
   }
-  /// Entry i of the map, by all threads of the block and tile by tile. `mended`: whether one so far
-  /// is not as the caller has it.
-  __device__ MapEntry entry(int64_t i, const MapEntry& given, bool& mended) const {
+  /// Entry i of the map, by all threads of the block and tile by tile.
+  __device__ MapEntry entry(int64_t i, const MapEntry& given, Mended& mended) const {
     MapEntry made{clamped(given.begin), clamped(given.end)};
-    mended |= __syncthreads_or(i <= a.num_sequences &&
-                               (made.end != given.end || given.begin > given.end));
-    if (mended) made.begin = largest_before(i), made.end = max(made.begin, made.end);
+    mended.any |= __syncthreads_or(i <= a.num_sequences &&
+                                   (made.end != given.end || given.begin > given.end));
+    if (mended.any) made.begin = largest_before(i, mended), made.end = max(made.begin, made.end);
     if (i == 0 || i > a.num_sequences) made.begin = made.end;
     return made;
   }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/launch/views.hpp"
 
+#include <algorithm>
+
 #include "core/text.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/sequence_map.hpp"
@@ -81,6 +83,18 @@ StateView initial_view(const Problem& p, const Tensors& t) {
                     p.initial_state_mask ? t.initial_state_mask : nullptr);
 }
 
+namespace {
+
+/// Blocks that zero rows of no sequence. Each reads the whole table: of a long one fewer do.
+int32_t blocks_of_rest(const stage::Call& call) {
+  constexpr int64_t kEntries = 4096;
+  const int64_t sms = call.plan->device.num_sms;
+  const int64_t blocks = sms * kEntries / (call.problem.num_sequences + 1);
+  return static_cast<int32_t>(std::clamp<int64_t>(blocks, 1, sms));
+}
+
+}  // namespace
+
 SequenceMapArgs sequence_map_args(const stage::Call& call, const SequenceMaps& maps,
                                   const WrittenTensor& rest) {
   return {call.tensors.cu_seqlens,
@@ -91,7 +105,7 @@ SequenceMapArgs sequence_map_args(const stage::Call& call, const SequenceMaps& m
           const_cast<int64_t*>(maps.map.chunk_offsets),
           maps.flags,
           rest,
-          rest.base ? call.plan->device.num_sms : 0};
+          rest.base ? blocks_of_rest(call) : 0};
 }
 
 Status make_sequence_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
