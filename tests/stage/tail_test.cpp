@@ -284,6 +284,14 @@ TEST(Tail, CutsOfASequenceHaveTheSameBits) {
   }
 }
 
+TEST(Tail, CutsOfSizesWithoutAFastKernelHaveTheSameBits) {
+  const Sizes large{256, 160}, odd{100, 96};  // blocks of 8 warps and of 4
+  for (const std::string& backend : backends_with_tails())
+    for (const Sizes& sizes : {large, odd})
+      for (const DType states : {DType::kFloat32, kSplit})
+        expect_same_bits_for_every_cut(backend, StateLayout::kVK, states, sizes);
+}
+
 TEST(Tail, FastKernelsHaveTheSameBitsForEveryCut) {
   using check::Regime;
   const Sizes wide{128, 128, DType::kBFloat16, Regime::kTrained};

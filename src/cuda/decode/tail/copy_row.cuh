@@ -24,16 +24,4 @@ __device__ __forceinline__ void copy_row(const RowView& from, int64_t from_at, c
           static_cast<const uint16_t*>(from.base)[from_at + c];
 }
 
-/// Copies likewise rows whose addresses are multiples of 16 bytes.
-__device__ __forceinline__ void copy_vectors(const RowView& from, int64_t from_at,
-                                             const RowView& to, int64_t to_at, int size, int index,
-                                             int threads) {
-  const int bytes = size_of(to);
-  const auto* source =
-      reinterpret_cast<const uint4*>(static_cast<const char*>(from.base) + from_at * bytes);
-  auto* target = reinterpret_cast<uint4*>(static_cast<char*>(to.base) + to_at * bytes);
-#pragma unroll 1
-  for (int c = index; c < size * bytes / 16; c += threads) target[c] = source[c];
-}
-
 }  // namespace kda::cuda::tail

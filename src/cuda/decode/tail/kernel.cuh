@@ -21,8 +21,8 @@ struct Path {
 /// Groups of at most 16 rows, up to boundaries, so that states do not depend on when they were
 /// folded: fold_end() of core/tail.hpp, of rows behind `folded`.
 __device__ __forceinline__ int fold_end(const Start& start, int at, int target) {
-  const int boundary = last_boundary(start.folded + at) + static_cast<int>(kTailBoundary);
-  return min(target, boundary - start.folded);
+  const int boundary = last_boundary(start.folded + at) - start.folded;
+  return min(target, boundary + static_cast<int>(kTailBoundary));
 }
 
 /// This warp's channels of rows [at, end) of keys become k_i D(end, i), normalised, and those of
@@ -232,7 +232,7 @@ __device__ __forceinline__ void prefetch_state(const StateView& states, int64_t 
       kK * kK * size);
 }
 
-/// Asks the L2 for S_0. Where more blocks wait than run, only when rows have been made: S_0 of all
+/// Asks the L2 for S_0. With more than two blocks an SM only when rows have been made: S_0 of all
 /// that run would not stay there until it is read.
 template <class Rows>
 __device__ __forceinline__ void prefetch_state_of(const Rows& rows, bool rows_are_made) {
@@ -306,8 +306,8 @@ __device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, 
   for (int token = 0; token < max(rows.count, 1); token += kBatch) {
     if (token > 0) __syncthreads();  // the batch before has been read
     make_batch(rows, path, token);
-    if (!mine) continue;
     const int count = min(rows.count - token, kBatch);
+    if (!mine || (count <= 0 && state.to < 0)) continue;
 #pragma unroll 1
     for (int t = 0; t < max(count, 1); t += 2) {
 #pragma unroll 1
@@ -324,11 +324,10 @@ __device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, 
       __syncwarp();
     }
   }
-  if (!kDense) __syncthreads();
 }
 
-/// Warps of a dense block. An SM has 20 of them, with 96 registers each: they wait for memory and
-/// for their own sums, one after the other, so many heads have to be under way.
+/// Warps of a dense block. Registers leave an SM room for 20 of them: they wait for memory and for
+/// their own sums, one after the other, so many heads have to be under way.
 template <int kK>
 constexpr int kWarps = kK / kWarpColumns;
 
@@ -358,11 +357,7 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
       fold_split<kK, kDense>(a, unit, start, path.first);
       start.source = start.slot;
     }
-#pragma unroll 1
-  for (int group = 0; group < a.shape.V; group += rows.warps * kWarpColumns) {
-    run_columns<Columns>(rows, path, group + rows.warp * kWarpColumns);
-    if constexpr (kDense) break;  // it has them all
-  }
+  run_columns<Columns>(rows, path, rows.warp * kWarpColumns);
   rows.append_of_heads();
   if (threadIdx.x == 0)
     *folded_word(a, start.slot, unit.head) =

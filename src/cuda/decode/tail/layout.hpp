@@ -9,7 +9,7 @@
 namespace kda::cuda::tail {
 
 constexpr int kMostWarps = 8;  // of a block
-constexpr int kPart = 32;      // channels that a warp has, one a lane
+constexpr int kPart = 32;      // channels of which a warp makes rows that are not dense, one a lane
 constexpr int kBatch = 8;      // tokens whose scores are made before any of them is solved
 
 /// Channels of the kernel that serves K, or fewer of them.
@@ -40,7 +40,7 @@ struct Layout {
   KDA_HOST_DEVICE_INLINE int32_t products() const { return with_state() + batch * 2 * keys; }
   /// Scores of a token of the batch with the rows in front of it, newest first: of k and of q.
   KDA_HOST_DEVICE_INLINE int32_t scores() const { return products() + batch * 2 * columns; }
-  /// Squares of keys: a sum a part.
+  /// Squares of keys; of rows that are not dense a sum a part.
   KDA_HOST_DEVICE_INLINE int32_t squares() const {
     return scores() + batch * 2 * (rows + rows % 2);
   }

@@ -205,7 +205,7 @@ struct Rows {
            static_cast<int>(head) * view.stride_h;
   }
 
-  /// Asks for what the warp makes numbers of.
+  /// Asks for v_new and the tokens.
   __device__ void load() {
     if constexpr (kDense) {
       copy_v_new();

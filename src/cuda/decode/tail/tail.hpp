@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode with a tail (docs/design/decode.md, "Tails"). A block has one head of one sequence, whose
-// boundary state S_0 its warps hold in registers: 8 warps of 16 columns at K = V = 128. S_0 is
-// asked for first, then the rows of the tail and of the tokens, and only then is anything waited
-// for. A step writes rows; S_0 is written by folds, which come before the first token.
+// Decode with a tail (docs/design/decode.md, "Tails"). A block has one head of one sequence, of
+// whose boundary state S_0 a warp has 32 columns: 4 warps at K = V = 128. Rows of the tail and of
+// the tokens are made first; S_0 passes through registers in patches. A step writes rows; S_0 is
+// written by folds, which come before the first token.
 //
 // A block writes itself what it alone has. Rows of k are shared where several value heads have one
 // q/k head: those of the tokens are then copied by a kernel behind (launch_append_keys), since a
