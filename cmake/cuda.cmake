@@ -104,8 +104,6 @@ function(kda_add_emulated_cuda target)
     "-x;c++;-w;-O2;${aligned};-fno-profile-arcs;-fno-test-coverage;-iquote;${emulator}/include;-I${emulator}/include;-I${emulator};-include;${emulator}/emulator.hpp")
   set_source_files_properties(tests/emulator/emulator.cpp tests/emulator/runtime.cpp PROPERTIES COMPILE_OPTIONS
     "-O3;-fno-profile-arcs;-fno-test-coverage;-I${emulator}/include")
-  # Beside the forward's backend, whose anonymous namespace has the same names.
-  set_source_files_properties(src/cuda/gdn/backward/backend.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   target_compile_definitions(${target} PRIVATE KDA_WITH_SM90A)
   target_sources(${target} PRIVATE ${KDA_CUDA_HOST} ${kernels} tests/emulator/emulator.cpp tests/emulator/runtime.cpp)
   target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
