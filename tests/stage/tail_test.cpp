@@ -284,6 +284,31 @@ TEST(Tail, CutsOfASequenceHaveTheSameBits) {
   }
 }
 
+TEST(Tail, TheOracleAgrees) {
+  if (test::on_cuda()) GTEST_SKIP() << "its calls are on host memory";
+  // Drafts across a boundary among them.
+  const std::vector<Piece> cut = {{kPrefill, 27}, {kStep, 5}, {kStep, 3, 2}, {kPrefill, 11},
+                                  {kStep, 5},     {kStep, 1}, {kPrefill, 16}};
+  const Sizes one_gate{20, 16, DType::kBFloat16, check::Regime::kSoftplus, true};
+  const struct {
+    StateLayout layout;
+    DType states;
+    double bound;
+    Sizes sizes;
+  } cases[] = {{StateLayout::kKV, DType::kFloat32, 1e-5, {}},
+               {StateLayout::kVK, DType::kBFloat16, 3e-2, {}},
+               {StateLayout::kKV, kSplit, 5e-3, {}},
+               {StateLayout::kVK, kSplit, 5e-3, one_gate}};
+  for (const auto& x : cases) {
+    World fast(x.layout, x.states, x.sizes), oracle(x.layout, x.states, x.sizes);
+    oracle.backend = "oracle";
+    EXPECT_LT(distance(play(&fast, cut), play(&oracle, cut)), x.bound);
+    EXPECT_EQ(fast.folded, oracle.folded);
+    for (int64_t head = 0; head < kValueHeads; ++head)
+      EXPECT_LT(distance(fast.state(2, head), oracle.state(2, head)), x.bound);
+  }
+}
+
 TEST(Tail, CutsOfSizesWithoutAFastKernelHaveTheSameBits) {
   const Sizes large{256, 160}, odd{100, 96};  // blocks of 8 warps and of 4
   for (const std::string& backend : backends_with_tails())

@@ -836,7 +836,7 @@ TEST_F(Cli, MissingDevicesAndBackendsExitWithThree) {
        {"run x.safetensors -o y.safetensors --device cuda", "check x.safetensors --device cuda",
         "run x.safetensors -o y.safetensors --backend nothing",
         "check x.safetensors --backend sm90", "bench forward --device cuda", "bench recompute-wu",
-        "bench launches --device cpu"}) {
+        "bench launches --device cpu", "bench lengths --device cpu"}) {
     const Ran ran = kda(command);
     EXPECT_EQ(ran.exit_code, 3) << command;
     EXPECT_NE(ran.err, "");
