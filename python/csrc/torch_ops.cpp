@@ -189,7 +189,7 @@ kda_tail tail_of(const kda_problem& p, const Tensor& q, const Tensor& k, const T
   return tail;
 }
 
-/// What splits the boundary states, all of it or nothing.
+/// Sets the tensors that split boundary states: all three, or none.
 void set_split(kda_tail* tail, const kda_problem& p, const Tensor& q, const MaybeTensor& rest,
                const MaybeTensor& v, const MaybeTensor& beta, bool v_first) {
   if (!rest && !v && !beta) return;

@@ -72,7 +72,7 @@ TailHistory::TailHistory(uint64_t seed, int64_t number)
   // Folds round a state of bf16. Tensor cores take 16-bit operands.
   if (states_in == DType::kBFloat16 && !split) limit_ = 5e-2;
   if (test::on_cuda() && backend_.empty()) limit_ = 5e-2;
-  // What a token has read of a split state is rounded, the state is not.
+  // A token reads the bf16 part of a split state, so o is rounded. The state has all bits.
   if (split && limit_ < 5e-2) limit_ = 3e-2;
   state_limit_ = split && !(test::on_cuda() && backend_.empty()) ? 1e-5 : limit_;
   const auto filled = [](int64_t bytes) {

@@ -940,7 +940,7 @@ TEST(Tail, InC) {
   p.tail = &newer;
   EXPECT_EQ(kda_call(&p, nullptr), KDA_INVALID_ARGUMENT);
   EXPECT_NE(std::string(kda_last_error()).find("tail: struct_size"), std::string::npos);
-  // What is described before the tail.
+  // kda_split_states() needs a tail that kda_tails() has described.
   c::Tail early;
   EXPECT_EQ(kda_split_states(&p, &early, nullptr), KDA_INVALID_ARGUMENT);
   EXPECT_STREQ(kda_last_error(), "tail: rows = 0; call kda_tails first");

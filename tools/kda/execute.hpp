@@ -57,7 +57,7 @@ double seconds_since_start();
 /// Turns the problem into a decode in place on an fp32 pool of zeros, a slot per sequence.
 void make_decode(check::Inputs* inputs);
 
-/// What a pool has of the state in front of a tail.
+/// How a pool stores the states in front of tails.
 enum class BoundaryStates { kFp32, kBf16, kSplit };
 BoundaryStates parse_boundary_states(const std::string& text);
 /// Gives a problem with a pool in fp32 such boundary states, with indices, and tails of `rows`

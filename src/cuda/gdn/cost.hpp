@@ -111,25 +111,38 @@ inline double unforgetting_us(const CostInput& in, int64_t segment_tokens) {
                       tiles_of(in.value_dim) + tiles_of(in.key_dim));
 }
 
-/// SegmentPolicy::kAuto: the cut with the least predicted time, if it gains. `may_forget`: heads
-/// that forget need B alone, of their last tokens.
+/// The cut with the least predicted time, if it gains: forgetting_us(tokens of a segment), unless
+/// exact_us(tokens), the time where no head forgets, would lose more than kCosts.most_loss.
+/// `cost` has the time without a cut.
+template <class ExactUs, class ForgettingUs>
+plan::Partition cheapest_cut(const plan::Workload& work, double minimum_step, ExactUs&& exact_us,
+                             ForgettingUs&& forgetting_us, CostEstimate* cost) {
+  const double most = kCosts.most_loss * cost->serial_us;
+  const auto time_us = [&](int64_t, int64_t tokens) -> double {
+    const double exact = exact_us(tokens);
+    return exact > most ? exact : forgetting_us(tokens);
+  };
+  const plan::CutSearch search{.whole_us = cost->serial_us,
+                               .minimum_gain = kMinimumGain,
+                               .minimum_step = minimum_step,
+                               .time_us = time_us};
+  return plan::best_partition(work, search, &cost->segmented_us);
+}
+
+/// SegmentPolicy::kAuto. `may_forget`: heads that forget need B alone, of their last tokens.
 inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFacts& device,
                                       bool may_forget, CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
   cost->roofline_us = roofline_us(in);
   cost->serial_us = serial_us(in);
-  const double most = kCosts.most_loss * cost->serial_us;
-  const auto time_us = [&](int64_t, int64_t tokens) {
-    const double whole = unforgetting_us(in, tokens);
-    if (!may_forget || whole > most) return whole;
-    return segmented_us(in, tokens, std::min(tokens, kCosts.memory_tokens), tiles_of(in.value_dim));
+  const auto exact_us = [&](int64_t tokens) { return unforgetting_us(in, tokens); };
+  const auto forgetting_us = [&](int64_t tokens) {
+    return may_forget ? segmented_us(in, tokens, std::min(tokens, kCosts.memory_tokens),
+                                     tiles_of(in.value_dim))
+                      : exact_us(tokens);
   };
-  const plan::CutSearch search{.whole_us = cost->serial_us,
-                               .minimum_gain = kMinimumGain,
-                               .minimum_step = kCosts.minimum_step,
-                               .time_us = time_us};
-  return plan::best_partition(work, search, &cost->segmented_us);
+  return cheapest_cut(work, kCosts.minimum_step, exact_us, forgetting_us, cost);
 }
 
 /// Another backend has to beat it: the time of auto_partition's cut where no head forgets, which

@@ -5,7 +5,8 @@
 //
 // Where they are from: fitted to times of whole calls on an H200 at K = V = 128, bf16, uncut;
 // tests/plan/cost_test.cpp has the times. There chains take as long as their bytes. errors_ns,
-// reverse_ns and merge are predictions, and so is all of segments.
+// reverse_ns and merge are predictions; of segments docs/design/gdn_backward.md has times beside
+// them.
 #pragma once
 
 #include "cuda/gdn/cost.hpp"
@@ -118,17 +119,13 @@ inline plan::Partition auto_backward_partition(const plan::Workload& work,
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
   cost->roofline_us = cuda::backward::least_us(in);
   cost->serial_us = whole_backward_us(in);
-  const double most = kCosts.most_loss * cost->serial_us;
-  const auto time_us = [&](int64_t, int64_t tokens) {
-    const double whole = unforgetting_backward_us(in, tokens);
-    if (whole > most) return whole;
-    return segmented_backward_us(in, tokens, kCosts.memory_tokens, /*exact=*/false);
-  };
-  const plan::CutSearch search{.whole_us = cost->serial_us,
-                               .minimum_gain = kMinimumGain,
-                               .minimum_step = kBackwardCosts.minimum_step,
-                               .time_us = time_us};
-  return plan::best_partition(work, search, &cost->segmented_us);
+  return cheapest_cut(
+      work, kBackwardCosts.minimum_step,
+      [&](int64_t tokens) { return unforgetting_backward_us(in, tokens); },
+      [&](int64_t tokens) {
+        return segmented_backward_us(in, tokens, kCosts.memory_tokens, /*exact=*/false);
+      },
+      cost);
 }
 
 /// Another backend has to beat it: the time of that cut where no head forgets, or without one.
