@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/return_if_error.hpp"
 #include "kda/status.hpp"
 
 namespace kda {
@@ -40,9 +41,3 @@ Status invalid(const Parts&... parts) {
 }
 
 }  // namespace kda
-
-/// Returns from the enclosing function unless the status is ok.
-#define KDA_RETURN_IF_ERROR(expression)                                                  \
-  do {                                                                                   \
-    if (::kda::Status kda_status_ = (expression); !kda_status_.ok()) return kda_status_; \
-  } while (false)

@@ -310,7 +310,7 @@ TEST(Tail, TheOracleAgrees) {
 }
 
 TEST(Tail, CutsOfSizesWithoutAFastKernelHaveTheSameBits) {
-  const Sizes large{256, 160}, odd{100, 96};  // blocks of 8 warps and of 4
+  const Sizes large{256, 33}, odd{36, 160};  // blocks of 2 warps and of 8
   for (const std::string& backend : backends_with_tails())
     for (const Sizes& sizes : {large, odd})
       for (const DType states : {DType::kFloat32, kSplit})

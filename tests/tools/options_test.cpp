@@ -199,7 +199,14 @@ class Options : public test::TemporaryFolder {
   std::unique_ptr<CLI::App> app_;
 };
 
+/// Every n-th value where the environment says so, another first one for each option.
+int stride_of_values() {
+  const char* text = std::getenv("KDA_TEST_ONE_VALUE_OF");
+  return text ? std::atoi(text) : 1;
+}
+
 TEST_F(Options, OddValuesInEveryOptionOfEveryCommand) {
+  const int stride = stride_of_values();
   int refused = 0, taken = 0, options = 0;
   const auto try_words = [&](const CLI::App& command, const CLI::Option& option, const Words& words,
                              const Words& names, const std::string& value, bool good) {
@@ -247,7 +254,8 @@ TEST_F(Options, OddValuesInEveryOptionOfEveryCommand) {
           try_words(*command, *option, with(good), {name}, "", true);
         continue;
       }
-      for (const std::string& value : kValues) {
+      for (std::size_t i = options % stride; i < kValues.size(); i += stride) {
+        const std::string& value = kValues[i];
         const bool good = takes(command->get_name(), *option, value);
         if (positional) {
           // A word with a dash is no positional one; it is refused by its own name.
@@ -276,8 +284,8 @@ TEST_F(Options, OddValuesInEveryOptionOfEveryCommand) {
     }
   std::printf("%d options, %d cases: %d refused, %d taken\n", options, refused + taken, refused,
               taken);
-  EXPECT_GE(refused + taken, 1500);
-  EXPECT_GE(taken, 100);
+  EXPECT_GE(refused + taken, 1500 / stride);
+  EXPECT_GE(taken, 100 / stride);
 }
 
 TEST_F(Options, OfTheCommandItself) {

@@ -2,8 +2,6 @@
 // The kernel of decode.cu and, with other arguments, of head_gates.cu and drafts.cu.
 #pragma once
 
-#include <algorithm>
-
 #include "cuda/decode/decode.hpp"
 #include "cuda/decode/packed_tile.cuh"
 #include "cuda/launch/launch.cuh"
@@ -314,7 +312,7 @@ template <int kK, Access kAccess, bool kDense, bool kPacked = false, class Args>
 Status launch(const Args& args, const Launch& where) {
   constexpr int kColumns = DecodeTile<kK, kAccess, kDense, kPacked>::Type::kColumns;
   const int64_t tiles = (args.shape.V + kColumns - 1) / kColumns;
-  const int64_t warps = std::min<int64_t>(tiles, kMostWarps);
+  const int64_t warps = min(tiles, int64_t{kMostWarps});
   const int64_t blocks = args.map.num_sequences * args.shape.HV * ((tiles + warps - 1) / warps);
   const int64_t of_flags = args.flags ? 1 : 0;
   return launch_kernel("decode", decode_kernel<kK, kAccess, kDense, kPacked, Args>,

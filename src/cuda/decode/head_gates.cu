@@ -10,7 +10,8 @@ using Args = HeadGates<DecodeArgs>;
 /// Kernels for dense buffers are those of kK = 128 alone. The others serve decode.cu too.
 template <int kK>
 Status launch(const Args& args, const Launch& where) {
-  if (!decode::has_vectors(args)) return decode::launch<kK, Access::kScalar, false>(args, where);
+  if (!decode::has_vectors(args))  // one kernel for sizes up to 128
+    return decode::launch<(kK < 128 ? 128 : kK), Access::kScalar, false>(args, where);
   if constexpr (kK == 128)
     if (decode::is_dense<kK>(args))
       return args.target.vk ? decode::launch_dense<kK, Access::kVectorsVK>(args, where)

@@ -2,9 +2,6 @@
 // The kernels of K = V = 128, and how units come to those of any size.
 #include "cuda/fused/fused_prefill.hpp"
 
-#include <algorithm>
-
-#include "core/text.hpp"
 #include "cuda/fused/kernel.cuh"
 #include "cuda/launch/sequence_map.hpp"
 

@@ -5,7 +5,10 @@
 
 #include "cuda/launch/launch.hpp"
 #include "cuda/tile/arguments.hpp"
-#include "stage/call.hpp"
+
+namespace kda::stage {
+struct Call;
+}
 
 namespace kda::cuda {
 

@@ -4,6 +4,7 @@
 #include "core/layout.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "plan/ledger.hpp"
+#include "stage/backward.hpp"
 
 namespace kda::cuda {
 namespace {

@@ -5,7 +5,11 @@
 
 #include "cuda/launch/launch.hpp"
 #include "cuda/tile/arguments.hpp"
-#include "stage/backward.hpp"
+
+namespace kda::stage {
+struct Backward;
+struct Call;
+}  // namespace kda::stage
 
 namespace kda::cuda {
 

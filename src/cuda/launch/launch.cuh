@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "core/text.hpp"
+#include "core/return_if_error.hpp"
 #include "cuda/launch/launch.hpp"
 #include "kda/types.hpp"
 

@@ -6,6 +6,7 @@
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/views.hpp"
 #include "plan/ledger.hpp"
+#include "registry/rows.hpp"
 
 namespace kda::cuda {
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/launch/zero_rows.hpp"
 
-#include <algorithm>
-
 #include "cuda/launch/launch.cuh"
 #include "cuda/launch/zero_rows.cuh"
 #include "cuda/ptx/pdl.cuh"
@@ -62,8 +60,8 @@ __global__ void __launch_bounds__(kThreads)
 
 Status launch_zero_rows(const ZeroRowsArgs& args, int64_t blocks, const Launch& launch) {
   if (args.count == 0) return {};
-  return launch_kernel("zero_rows", zero_rows_kernel, std::min(blocks, args.num_tokens), kThreads,
-                       0, launch, args);
+  return launch_kernel("zero_rows", zero_rows_kernel, min(blocks, args.num_tokens), kThreads, 0,
+                       launch, args);
 }
 
 }  // namespace kda::cuda

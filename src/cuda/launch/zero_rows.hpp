@@ -4,11 +4,18 @@
 // CUDA graph). Other kernels write rows of sequences alone; this one writes the rest.
 #pragma once
 
+#include <span>
+
 #include "cuda/launch/launch.hpp"
 #include "cuda/launch/written_tensor.hpp"
 #include "cuda/tile/arguments.hpp"
-#include "registry/rows.hpp"
-#include "stage/call.hpp"
+
+namespace kda::registry {
+struct WrittenRows;
+}
+namespace kda::stage {
+struct Call;
+}
 
 namespace kda::cuda {
 

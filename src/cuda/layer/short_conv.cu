@@ -4,7 +4,6 @@
 // registers, so that each input is read once, but for the few in front of a run. The sequences of a
 // run are looked up in cu_seqlens; a sequence's states belong to the thread where it begins, which
 // reads the old state before it writes the new one. Sums of gradients go to memory run by run.
-#include <algorithm>
 #include "cuda/launch/launch.cuh"
 
 #include "cuda/layer/vectors.cuh"
@@ -412,7 +411,7 @@ template <int kVector, class Args>
 Status launch(const char* name, void (*kernel)(Args), int64_t channels, int64_t units,
               const Launch& where, const Args& args) {
   const int64_t vectors = (channels + kVector - 1) / kVector;
-  const int64_t threads = std::min<int64_t>(kThreads, (vectors + 31) / 32 * 32);
+  const int64_t threads = min(int64_t{kThreads}, (vectors + 31) / 32 * 32);
   return launch_kernel(name, kernel, units * ((vectors + threads - 1) / threads),
                        static_cast<int>(threads), 0, where, args);
 }

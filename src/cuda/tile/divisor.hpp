@@ -3,7 +3,6 @@
 // block begins with four of them.
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -19,7 +18,9 @@ struct Divisor {
 
   Divisor() = default;
   explicit Divisor(int64_t of)  ///< above what any launch divides, it need not be right
-      : value(static_cast<uint32_t>(std::clamp<int64_t>(of, 1, INT32_MAX))),
+      : value(static_cast<uint32_t>(of < 1           ? 1
+                                    : of < INT32_MAX ? of
+                                                     : INT32_MAX)),
         shift(static_cast<uint32_t>(std::bit_width(value - 1))) {
     multiplier = static_cast<uint32_t>((uint64_t{1} << (31 + shift)) / value + 1);
   }

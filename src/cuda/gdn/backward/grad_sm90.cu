@@ -717,7 +717,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 Status launch_chunk_grad(const HeadGates<GradArgs>& args, int64_t num_sms, const Launch& where) {
   static_assert(sizeof(Shared) <= sm90::kSharedMemory);
   return launch_kernel("gdn_chunk_grad_sm90", gdn_chunk_grad_kernel,
-                       std::min(args.num_chunks * args.shape.H, num_sms), kThreads, sizeof(Shared),
+                       min(args.num_chunks * args.shape.H, num_sms), kThreads, sizeof(Shared),
                        where, args);
 }
 

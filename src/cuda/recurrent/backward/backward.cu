@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/recurrent/backward/head_gates.hpp"
 #include "cuda/recurrent/backward/launch.cuh"
 
 namespace kda::cuda {
@@ -41,10 +42,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace backward
 
+/// K from 65 to 128 has kernels of its own. Others take those of head_gates.cu: the same code,
+/// which also reads the step of a gate and how heads are shared.
 Status launch_backward(const BackwardArgs& args, const Launch& where) {
-  if (args.shape.K <= 64) return backward::launch<64, 64>(args, where);
-  if (args.shape.K <= 128) return backward::launch<128, 64>(args, where);
-  return backward::launch<256, 32>(args, where);
+  if (args.shape.K <= 64 || args.shape.K > 128) return head_gates::launch_backward({args}, where);
+  return backward::launch<128, 64>(args, where);
 }
 
 Status launch_parameters(const BackwardArgs& args, const Launch& where) {

@@ -2,9 +2,6 @@
 // The launches of backward.cu and, with other arguments, of head_gates.cu.
 #pragma once
 
-#include <algorithm>
-
-#include "core/text.hpp"
 #include "cuda/launch/launch.cuh"
 #include "cuda/recurrent/backward/backward.hpp"
 #include "cuda/recurrent/backward/chunk_grad.cuh"
@@ -40,7 +37,7 @@ Status launch(Args args, const Launch& where) {
     KDA_RETURN_IF_ERROR(run("backward_reverse", backward_reverse_kernel<kK, kBV, Args>, chains,
                             sizeof(ReverseShared<kK, kBV>)));
     const int64_t low = args.index * args.sizes.window;
-    const int64_t tokens = std::min(args.sizes.window, args.num_tokens - low);
+    const int64_t tokens = min(args.sizes.window, args.num_tokens - low);
     KDA_RETURN_IF_ERROR(run("backward_chunk_grad", backward_chunk_grad_kernel<kK, kBV, Args>,
                             (tokens + kTokens - 1) / kTokens * args.shape.HV,
                             chunk_grad_bytes<kK, kBV>(args.sizes.tiles)));

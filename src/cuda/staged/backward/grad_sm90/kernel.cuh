@@ -3,9 +3,6 @@
 // own, which compiles beside the others.
 #pragma once
 
-#include <algorithm>
-
-#include "core/text.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/pdl.cuh"
@@ -61,7 +58,7 @@ Status launch(const grad::Args& args, int64_t tasks, int64_t num_sms, const Laun
   constexpr int kBytes = sizeof(grad::SharedOf<kHeads, kGates, T>);
   static_assert(kBytes <= kSharedMemory);
   return launch_kernel(grad_kernel(kGates, std::is_same_v<T, __half>),
-                       chunk_grad_kernel<kMode, kHeads, kGates, T>, std::min(tasks, num_sms),
+                       chunk_grad_kernel<kMode, kHeads, kGates, T>, min(tasks, num_sms),
                        grad::kThreads, kBytes, where, args);
 }
 template <GateMode kMode, GradGates kGates>
@@ -78,7 +75,7 @@ Status launch(const grad::Args& args, int64_t num_sms, const Launch& where) {
     return launch<mode(), kGates>(args, num_sms, where);
   }));
   return launch_kernel("chunk_grad_sm90, fallback", fallback_chunks_kernel<kGates>,
-                       std::min(units_of(args), 2 * num_sms), cuda::grad::kThreads,
+                       min(units_of(args), 2 * num_sms), cuda::grad::kThreads,
                        sizeof(cuda::grad::Shared), where, args);
 }
 
