@@ -831,33 +831,37 @@ def table_cpu_jax():
     return head + markdown(["case", *methods.values()], rows) + source(report)
 
 
-def engine_layer_cells(row, kind):
-    """Both times and their ratio, of calls or in graphs; empty where a step could not be captured."""
-    us = row[f"{kind}_us"]
-    if len(us) < 2:
-        return ["", "", ""]
-    ratio = us["own"] / us["libkda"]
-    return [microseconds(1e-6 * us["own"]), microseconds(1e-6 * us["libkda"]), f"{ratio:.2f}x"]
+def engine_layer_cells(row, default):
+    """Both times in us, of a call and in graphs (empty where it could not be captured), and who serves it."""
+    def both(us):
+        if len(us) < 2:
+            return ""
+        digits = [f'{us[who]:,.0f}' if us[who] >= 100 else f'{us[who]:.1f}' for who in ("own", "libkda")]
+        return f'{" / ".join(digits)} ({us["own"] / us["libkda"]:.2f}x)'
+    return [both(row["eager_us"]), both(row["graph_us"]), "libkda" if default else "own"]
 
 
 def table_gpu_engine_layers():
     if not (RESULTS / "gpu_engine_layers.json").exists():
         return "No card has timed them yet."
     report = load("gpu_engine_layers")
-    layers = dict(kda="KDA", gdn="Gated DeltaNet")
     serves = runpy.run_path(ROOT / "python" / "libkda" / "_plugins" / "measured.py")["serves"]
     by_default = lambda r: serves(r["engine"], r["kind"], r["step"], r["tokens"], r["value_heads"])
     names, steps = dict(vllm="vLLM", sglang="SGLang"), ["prefill", "decode", "verify"]
-    order = lambda r: (list(layers).index(r["kind"]), list(names).index(r["engine"]), steps.index(r["step"]),
-                       r["value_heads"], r["tokens"])
-    rows = [[f'{names[r["engine"]]}, {layers[r["kind"]]}', r["step"], r["case"], f'{r["heads"]} / {r["value_heads"]}',
-             *engine_layer_cells(r, "eager"), *engine_layer_cells(r, "graph"),
-             "libkda" if by_default(r) else "the engine's own"] for r in sorted(report["rows"], key=order)]
+    order = lambda r: (steps.index(r["step"]), r["value_heads"], r["tokens"])
     versions = ", ".join(f"{names[name]} {version}" for name, version in report["engines"].items())
-    head = f'{gpu_of(report)}; torch {report["torch"]}, triton {report["triton"]}; {versions}\n\n'
-    header = ["layer", "step", "tokens or sequences", "q/k / value heads", "own", "libkda", "own / libkda",
-              "own in a graph", "libkda in a graph", "own / libkda in graphs", "by default"]
-    return head + markdown(header, rows) + source(report)
+    text = f'{gpu_of(report)}; torch {report["torch"]}, triton {report["triton"]}; {versions}\n'
+    for kind, layer in dict(kda="KDA", gdn="Gated DeltaNet").items():
+        found = {}
+        for r in sorted((r for r in report["rows"] if r["kind"] == kind), key=order):
+            cells = found.setdefault((r["step"], r["case"], f'{r["heads"]} / {r["value_heads"]}'), {})
+            cells[r["engine"]] = engine_layer_cells(r, by_default(r))
+        rows = [[step, f"{case}; {heads}", *(cell for name in names for cell in cells.get(name, [""] * 3))]
+                for (step, case, heads), cells in found.items()]
+        header = [layer, "tokens or sequences; q/k / value heads",
+                  *(text for name in names.values() for text in (f"{name}: a call", "in a graph", "by default"))]
+        text += ("\nOwn / libkda, us:\n\n" if kind == "kda" else "\n\n") + markdown(header, rows)
+    return text + source(report)
 
 
 def table_cpu_ggml():
