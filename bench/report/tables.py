@@ -33,7 +33,26 @@ def load(name):
     return json.loads((RESULTS / f"{name}.json").read_text()) | {"file": f"{name}.json"}
 
 
-def markdown(header, rows):
+TIME = re.compile(r"\b([\d.]+) (us|ms)\b")
+
+
+def one_unit(column):
+    """A header and cells. Where each cell with a number begins with a time, the unit goes to the header: us, or ms
+    where all are."""
+    header, *cells = column
+    if not all(TIME.match(cell) for cell in cells if re.search(r"\d", cell)):
+        return column
+    units = {unit for cell in cells for _, unit in TIME.findall(cell)}
+    unit = "ms" if units == {"ms"} else "us"
+    short = lambda time: (time[1] if time[2] == unit and "." in time[1] else
+                          f"{float(time[1]) * (1 if time[2] == unit else 1000):,.0f}")
+    return [f"{header}, {unit}" if units else header, *(TIME.sub(short, cell) for cell in cells)]
+
+
+def markdown(header, rows, units=False):
+    """A table; with `units` each time has its own."""
+    if not units:
+        header, *rows = zip(*map(one_unit, zip(header, *rows)))
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
@@ -786,7 +805,7 @@ def table_summary():
     if earlier:
         rows_of = "all rows of GPUs" if earlier == of_gpus else ", ".join(f'the row "{label}"' for label in earlier)
         notes += f" Measured before the last change of the kernels: {rows_of}."
-    return markdown(["", "on", *names], rows) + "\n\n" + textwrap.fill(notes, 158, break_long_words=False, break_on_hyphens=False)
+    return markdown(["", "on", *names], rows, units=True) + "\n\n" + textwrap.fill(notes, 158, break_long_words=False, break_on_hyphens=False)
 
 
 def transformers_table(name, operation):
