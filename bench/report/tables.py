@@ -36,23 +36,27 @@ def load(name):
 TIME = re.compile(r"\b([\d.]+) (us|ms)\b")
 
 
-def one_unit(column):
-    """A header and cells. Where each cell with a number begins with a time, the unit goes to the header: us, or ms
-    where all are."""
-    header, *cells = column
-    if not all(TIME.match(cell) for cell in cells if re.search(r"\d", cell)):
-        return column
-    units = {unit for cell in cells for _, unit in TIME.findall(cell)}
-    unit = "ms" if units == {"ms"} else "us"
+def in_one_unit(columns):
+    """Columns whose cells with a number all begin with a time have their unit in the header: us, or ms where all times
+    of the table are. A table of times that differ a thousandfold is left as it is."""
+    is_timed = lambda column: any(map(TIME.match, column[1:])) and all(
+        TIME.match(cell) for cell in column[1:] if re.search(r"\d", cell))
+    times = [time for column in columns if is_timed(column) for cell in column[1:] for time in TIME.findall(cell)]
+    unit = "ms" if {unit for _, unit in times} == {"ms"} else "us"
+    factor = {"us": 1, "ms": 1 if unit == "ms" else 1000}
+    numbers = [float(number) * factor[given] for number, given in times]
+    if not times or max(numbers) > 1000 * min(numbers):
+        return columns
     short = lambda time: (time[1] if time[2] == unit and "." in time[1] else
-                          f"{float(time[1]) * (1 if time[2] == unit else 1000):,.0f}")
-    return [f"{header}, {unit}" if units else header, *(TIME.sub(short, cell) for cell in cells)]
+                          f"{float(time[1]) * factor[time[2]]:,.0f}")
+    return [[f"{column[0]}, {unit}", *(TIME.sub(short, cell) for cell in column[1:])] if is_timed(column) else column
+            for column in columns]
 
 
 def markdown(header, rows, units=False):
     """A table; with `units` each time has its own."""
     if not units:
-        header, *rows = zip(*map(one_unit, zip(header, *rows)))
+        header, *rows = zip(*in_one_unit(list(zip(header, *rows))))
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
