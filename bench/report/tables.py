@@ -33,7 +33,30 @@ def load(name):
     return json.loads((RESULTS / f"{name}.json").read_text()) | {"file": f"{name}.json"}
 
 
-def markdown(header, rows):
+TIME = re.compile(r"\b([\d.]+) (us|ms)\b")
+
+
+def in_one_unit(columns):
+    """Columns whose cells with a number all begin with a time have their unit in the header: us, or ms where all times
+    of the table are. A table of times that differ a thousandfold is left as it is."""
+    is_timed = lambda column: any(map(TIME.match, column[1:])) and all(
+        TIME.match(cell) for cell in column[1:] if re.search(r"\d", cell))
+    times = [time for column in columns if is_timed(column) for cell in column[1:] for time in TIME.findall(cell)]
+    unit = "ms" if {unit for _, unit in times} == {"ms"} else "us"
+    factor = {"us": 1, "ms": 1 if unit == "ms" else 1000}
+    numbers = [float(number) * factor[given] for number, given in times]
+    if not times or max(numbers) > 1000 * min(numbers):
+        return columns
+    short = lambda time: (time[1] if time[2] == unit and "." in time[1] else
+                          f"{float(time[1]) * factor[time[2]]:,.0f}")
+    return [[f"{column[0]}, {unit}", *(TIME.sub(short, cell) for cell in column[1:])] if is_timed(column) else column
+            for column in columns]
+
+
+def markdown(header, rows, units=False):
+    """A table; with `units` each time has its own."""
+    if not units:
+        header, *rows = zip(*in_one_unit(list(zip(header, *rows))))
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
@@ -786,7 +809,7 @@ def table_summary():
     if earlier:
         rows_of = "all rows of GPUs" if earlier == of_gpus else ", ".join(f'the row "{label}"' for label in earlier)
         notes += f" Measured before the last change of the kernels: {rows_of}."
-    return markdown(["", "on", *names], rows) + "\n\n" + textwrap.fill(notes, 158, break_long_words=False, break_on_hyphens=False)
+    return markdown(["", "on", *names], rows, units=True) + "\n\n" + textwrap.fill(notes, 158, break_long_words=False, break_on_hyphens=False)
 
 
 def transformers_table(name, operation):
@@ -831,33 +854,37 @@ def table_cpu_jax():
     return head + markdown(["case", *methods.values()], rows) + source(report)
 
 
-def engine_layer_cells(row, kind):
-    """Both times and their ratio, of calls or in graphs; empty where a step could not be captured."""
-    us = row[f"{kind}_us"]
-    if len(us) < 2:
-        return ["", "", ""]
-    ratio = us["own"] / us["libkda"]
-    return [microseconds(1e-6 * us["own"]), microseconds(1e-6 * us["libkda"]), f"{ratio:.2f}x"]
+def engine_layer_cells(row, default):
+    """Both times in us, of a call and in graphs (empty where it could not be captured), and who serves it."""
+    def both(us):
+        if len(us) < 2:
+            return ""
+        digits = [f'{us[who]:,.0f}' if us[who] >= 100 else f'{us[who]:.1f}' for who in ("own", "libkda")]
+        return f'{" / ".join(digits)} ({us["own"] / us["libkda"]:.2f}x)'
+    return [both(row["eager_us"]), both(row["graph_us"]), "libkda" if default else "own"]
 
 
 def table_gpu_engine_layers():
     if not (RESULTS / "gpu_engine_layers.json").exists():
         return "No card has timed them yet."
     report = load("gpu_engine_layers")
-    layers = dict(kda="KDA", gdn="Gated DeltaNet")
     serves = runpy.run_path(ROOT / "python" / "libkda" / "_plugins" / "measured.py")["serves"]
     by_default = lambda r: serves(r["engine"], r["kind"], r["step"], r["tokens"], r["value_heads"])
     names, steps = dict(vllm="vLLM", sglang="SGLang"), ["prefill", "decode", "verify"]
-    order = lambda r: (list(layers).index(r["kind"]), list(names).index(r["engine"]), steps.index(r["step"]),
-                       r["value_heads"], r["tokens"])
-    rows = [[f'{names[r["engine"]]}, {layers[r["kind"]]}', r["step"], r["case"], f'{r["heads"]} / {r["value_heads"]}',
-             *engine_layer_cells(r, "eager"), *engine_layer_cells(r, "graph"),
-             "libkda" if by_default(r) else "the engine's own"] for r in sorted(report["rows"], key=order)]
+    order = lambda r: (steps.index(r["step"]), r["value_heads"], r["tokens"])
     versions = ", ".join(f"{names[name]} {version}" for name, version in report["engines"].items())
-    head = f'{gpu_of(report)}; torch {report["torch"]}, triton {report["triton"]}; {versions}\n\n'
-    header = ["layer", "step", "tokens or sequences", "q/k / value heads", "own", "libkda", "own / libkda",
-              "own in a graph", "libkda in a graph", "own / libkda in graphs", "by default"]
-    return head + markdown(header, rows) + source(report)
+    text = f'{gpu_of(report)}; torch {report["torch"]}, triton {report["triton"]}; {versions}\n'
+    for kind, layer in dict(kda="KDA", gdn="Gated DeltaNet").items():
+        found = {}
+        for r in sorted((r for r in report["rows"] if r["kind"] == kind), key=order):
+            cells = found.setdefault((r["step"], r["case"], f'{r["heads"]} / {r["value_heads"]}'), {})
+            cells[r["engine"]] = engine_layer_cells(r, by_default(r))
+        rows = [[step, f"{case}; {heads}", *(cell for name in names for cell in cells.get(name, [""] * 3))]
+                for (step, case, heads), cells in found.items()]
+        header = [layer, "tokens or sequences; q/k / value heads",
+                  *(text for name in names.values() for text in (f"{name}: a call", "in a graph", "by default"))]
+        text += ("\nOwn / libkda, us:\n\n" if kind == "kda" else "\n\n") + markdown(header, rows)
+    return text + source(report)
 
 
 def table_cpu_ggml():

@@ -1,5 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of decode.cu and, with other arguments, of head_gates.cu and drafts.cu.
+//
+// A step in order, and why there:
+//   1. wait for the previous launch; let the next one start (the launch takes much of a
+//      short step)
+//   2. find slots; start the copies of the token's rows (cp.async to shared memory) (they
+//      must arrive before the state)
+//   3. start the loads of the whole state into registers (no value is converted earlier,
+//      because a conversion waits for its load)
+//   4. prefetch into the L2 a part of the state of a later block, as many blocks ahead as
+//      the card has SMs (when that block starts, memory is busy with stores)
+//   5. wait for the token's rows; compute norms and decays (cp.async is waited for
+//      separately, while loads to registers continue)
+//   6. __syncthreads (the token's rows are complete for both warps)
+//   7. convert v and beta; sweep, outputs, update (the state has arrived by now)
+//   8. store the state; at the end write zeros to skipped rows of o (earlier these zeros
+//      would wait for the lengths)
 #pragma once
 
 #include "cuda/decode/decode.hpp"

@@ -1,5 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of decode with a tail, of a head: rows, folds, then a token after the other.
+//
+// A step in order, and why there:
+//   1. find folded; ask for v_new and the tokens; where all blocks run at once ask the L2
+//      for S_0 (addresses of rows depend on it)
+//   2. decays and squares of keys, a row a warp, two asked for together; __syncthreads;
+//      append the tokens' rows (keys stay as they came in: scores are products of them, and
+//      take their norms. A row may take the place of an older one)
+//   3. where blocks wait for others ask the L2 for S_0 now (asked for earlier, S_0 of all
+//      that run would not stay there: 2.0 GB came from memory for 1.3)
+//   4. scores of each token: of warps that share it each has every other pair of rows,
+//      newest first; D runs along as a product; __syncthreads
+//   5. S_0, four patches at a time: folds, what is written, products with two tokens (a load
+//      reads 128 bytes of a row)
+//   6. per token the scores meet v_new; a lane has one column
 #pragma once
 
 #include "cuda/decode/tail/rows.cuh"

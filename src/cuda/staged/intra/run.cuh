@@ -1,5 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// chunk_intra as a sequence of steps.
+// chunk_intra as a sequence of steps. A block of 2 K threads computes one chunk of one value head,
+// a thread two channels of one sub-chunk of 16 tokens. In brackets: what shared memory then holds.
+//   1. load q, k and gates; compute decays by running products, norms by mma [raw q and k]
+//   2. scan the decays of the four sub-chunks [per sub-chunk: its decay, the decay before it,
+//      the decay after it]
+//   3. operands of the scores: anchored rows in place of the raw ones, columns beside them;
+//      operands of levels 16 and 32 [rows, operands]
+//   4. multiply them: the scores Aqk and L [matrices Aqk and L in place of the operands]
+//   5. for sub-chunks out of range: levels 8, 4, 2, 1
+//   6. decayed rows k gamma, and the results kg and qg; load v in place of q [k gamma, v]
+//   7. the inverse: blocks of 16, then 32, then 64 [T']
+//   8. w = T' (k gamma), u = T' v; store them through shared memory in whole lines
 #pragma once
 
 #include "cuda/staged/intra/blocks.cuh"
