@@ -38,6 +38,11 @@ __device__ __forceinline__ int32_t fold_target(const TailArgs& a, int64_t n, con
   return start.sure() < kTailBoundary ? start.folded : last_boundary(start.position);
 }
 
+/// Whether S_0 is written to the sequence's slot.
+__device__ __forceinline__ bool writes_state(const TailArgs& a, const Start& start, int target) {
+  return target > 0 || start.source < 0 || (a.settle && start.source != start.slot);
+}
+
 /// How many rows sequence n of accepted_rows lists.
 __device__ __forceinline__ int32_t num_accepted(const TailArgs& a, int64_t n) {
   int32_t count = 0;
