@@ -272,14 +272,12 @@ __device__ __forceinline__ Path make_rows(Rows* rows) {
   return {rows->before(), target, rows->sure(), a.parents ? rows->sure() : INT32_MAX};
 }
 
-/// Zeros in the rows of o that no token is computed for.
-template <int kK>
-__device__ void zero_outputs(const TailArgs& a, const Unit& unit, const TokenRange& tokens,
-                             int64_t end) {
-  if (!a.zero_skipped) return;
+/// Zeros in the rows of o that no token is computed for. Kernels share its code.
+__device__ __noinline__ inline void zero_outputs(const TailArgs& a, Unit unit, TokenRange tokens,
+                                                 int64_t end) {
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
-  for (int column = warp * kColumns<kK>; column < a.shape.V; column += warps * kColumns<kK>)
-    decode::zero_rows<kColumns<kK>>(a, unit, tokens, end, column);
+  for (int column = 32 * warp; column < a.shape.V; column += 32 * warps)
+    decode::zero_rows<32>(a, unit, tokens, end, column);
 }
 
 /// Scores of a batch of tokens from `token` on: a warp has a few tokens, or several have one. The
@@ -352,7 +350,10 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
   const int count = num_computed(a, unit.n, tokens);
   Start start = place_of(a, unit.n);
   read_folded(a, unit.n, unit.head, &start);
-  if (start.skip || count < 0) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
+  if (start.skip || count < 0) {
+    if (a.zero_skipped) zero_outputs(a, unit, tokens, tokens.begin);
+    return;
+  }
   Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
   const Path path = make_rows(&rows);
   run_columns<Columns>(rows, path, rows.warp * kWarpColumns);
@@ -360,7 +361,7 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
   if (threadIdx.x == 0)
     *folded_word(a, start.slot, unit.head) =
         a.boundaries ? a.boundaries[unit.n] : fold_target(a, unit.n, start);
-  zero_outputs<kK>(a, unit, tokens, tokens.begin + count);
+  if (a.zero_skipped) zero_outputs(a, unit, tokens, tokens.begin + count);
 }
 
 }  // namespace kda::cuda::tail

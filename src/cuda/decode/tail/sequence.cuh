@@ -141,8 +141,9 @@ __device__ inline void add_found(const TailArgs& a) {
 
 /// Flags of device metadata, by a block that has nothing else to do. Other blocks write words of
 /// `folded` meanwhile, of sequences where nothing is wrong: before and after, a word is in range
-/// and has the same target. A thread has a few heads of a sequence.
-__device__ inline void write_flags(const TailArgs& a) {
+/// and has the same target. A thread has a few heads of a sequence. Kernels share its code, which
+/// is long and takes one block.
+__device__ __noinline__ inline void write_flags(const TailArgs& a) {
   constexpr unsigned kHeads = 8;
   if (a.found) return add_found(a);
   const DecodeArgs& base = a;

@@ -49,7 +49,8 @@ Status launch_dense(const TailArgs& args, const Launch& where) {
 }  // namespace
 
 Status launch_tail_decode(const TailArgs& args, const Launch& where) {
-  if (args.rest.base) KDA_RETURN_IF_ERROR(launch_fold_split(args, where));
+  if (args.rest.base && args.most_sure >= kTailBoundary)
+    KDA_RETURN_IF_ERROR(launch_fold_split(args, where));
   if (is_dense<128>(args)) return launch_dense<128>(args, where);
   if (is_dense<64>(args)) return launch_dense<64>(args, where);
   return launch_instance<256, Access::kScalar, false>(args, where);
