@@ -90,6 +90,7 @@ struct Head {
     float squares = 0;
 #pragma unroll
     for (int c = 0; c < kLaneRow; ++c) {
+      if (32 * c >= K) break;
       const float x = float_of(keys[c], a.k.type);
       squares = fmaf(x, x, squares);
     }
@@ -97,6 +98,7 @@ struct Head {
 #pragma unroll
     for (int c = 0; c < kLaneRow; ++c) {
       const int channel = 32 * c + lane;
+      if (32 * c >= max(rows.keys, rows.columns)) break;
       if (channel < rows.keys) {
         const bool is_there = channel < K;
         const float bias = is_there && a.gate.gate_mode != GateMode::kLog && a.gate.dt_bias
@@ -127,31 +129,34 @@ struct Head {
 
 /// Four numbers of 16 bits that lie behind each other.
 struct Quad {
-  uint32_t words[2];
+  uint32_t words[2] = {};
 
   __device__ uint32_t element(int c) const { return words[c / 2] >> 16 * (c % 2) & 0xffffu; }
-  __device__ static Quad of(const uint32_t (&x)[4]) {
-    return {{(x[0] & 0xffffu) | x[1] << 16, (x[2] & 0xffffu) | x[3] << 16}};
+  /// kUpper: of the upper halves of words, else of the lower ones.
+  template <bool kUpper>
+  __device__ __forceinline__ static Quad of(const uint32_t (&x)[4]) {
+    constexpr uint32_t kBytes = kUpper ? 0x7632 : 0x5410;
+    Quad quad;
+    quad.words[0] = __byte_perm(x[0], x[1], kBytes),
+    quad.words[1] = __byte_perm(x[2], x[3], kBytes);
+    return quad;
   }
-  /// The first `count` of them; the others are 0. kVectors: all or none.
-  template <bool kVectors>
-  __device__ __forceinline__ static Quad load(const uint16_t* from, int count) {
-    if constexpr (kVectors) {
-      const uint2 raw = count > 0 ? *reinterpret_cast<const uint2*>(from) : uint2{0, 0};
-      return {{raw.x, raw.y}};
-    } else {
-      uint32_t x[4];
+  __device__ static Quad load(const uint16_t* from) {
+    const uint2 raw = *reinterpret_cast<const uint2*>(from);
+    Quad quad;
+    quad.words[0] = raw.x, quad.words[1] = raw.y;
+    return quad;
+  }
+  __device__ static Quad load(const uint16_t* from, int count) {
+    uint32_t x[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) x[c] = c < count ? from[c] : 0;
-      return of(x);
-    }
+    for (int c = 0; c < 4; ++c) x[c] = c < count ? from[c] : 0;
+    return of<false>(x);
   }
-  __device__ void store(uint16_t* to, int count, bool vectors) const {
-    if (count <= 0) return;
-    if (vectors) {
-      *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-      return;
-    }
+  __device__ void store(uint16_t* to) const {
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+  }
+  __device__ void store(uint16_t* to, int count) const {
 #pragma unroll
     for (int c = 0; c < 4; ++c)
       if (c < count) to[c] = static_cast<uint16_t>(element(c));
@@ -171,24 +176,26 @@ struct Columns {
         column(first + static_cast<int>(threadIdx.x) / sharers * 4) {}
   __device__ int channel(int j) const { return (j * sharers + part) * 4; }
 
-  /// Where vector r of quad j lies in a plane, and how many of its elements there are.
-  struct Place {
-    uint16_t* at;
-    int count;
-  };
-  __device__ Place place(const StateView& view, int64_t first, int j, int r) const {
+  /// with(j, r, its address, how many of its elements there are) for the vectors of a plane.
+  /// kVectors: all of them or none.
+  template <bool kVectors, class With>
+  __device__ __forceinline__ void visit(const StateView& view, int64_t slot, With&& with) const {
     const int K = of.a.shape.K, V = of.a.shape.V;
-    const bool is_there = view.vk ? column + r < V : channel(j) + r < K;
     const int64_t next = view.vk ? 4 * sharers : 4 * sharers * view.stride_row;
-    return {static_cast<uint16_t*>(view.base) + first + j * next + r * view.stride_row,
-            !is_there ? 0
-            : view.vk ? K - channel(j)
-                      : V - column};
+    uint16_t* quad =
+        static_cast<uint16_t*>(view.base) + state_offset(view, slot, of.head, channel(0), column);
+#pragma unroll
+    for (int j = 0; j < kQuads; ++j, quad += next) {
+      uint16_t* at = quad;
+#pragma unroll
+      for (int r = 0; r < 4; ++r, at += view.stride_row) {
+        const bool is_there = kVectors  ? channel(j) < K && column < V
+                              : view.vk ? column + r < V
+                                        : channel(j) + r < K;
+        with(j, r, at, !is_there ? 0 : kVectors ? 4 : view.vk ? K - channel(j) : V - column);
+      }
+    }
   }
-  __device__ int64_t first_of(const StateView& view, int64_t slot) const {
-    return state_offset(view, slot, of.head, channel(0), column);
-  }
-
   /// From the layout [K, V] to [V, K] and back.
   __device__ void transpose() {
     if (!of.a.initial.vk) return;
@@ -202,20 +209,22 @@ struct Columns {
           S[j][r][c] = S[j][c][r], S[j][c][r] = x;
         }
   }
+  template <bool kVectors>
+  __device__ __forceinline__ void load_plane(const StateView& view, int64_t slot,
+                                             Quad (&quads)[kQuads][4]) const {
+    visit<kVectors>(view, slot, [&](int j, int r, const uint16_t* at, int count) {
+      if constexpr (!kVectors)
+        quads[j][r] = Quad::load(at, count);
+      else if (count > 0)
+        quads[j][r] = Quad::load(at);
+    });
+  }
   /// All loads are on their way before one is waited for.
   template <bool kVectors>
   __device__ __forceinline__ void load_planes(int64_t slot) {
-    const StateView &planes = of.a.initial, &rests = of.a.rest;
-    const int64_t first = first_of(planes, slot), first_rest = first_of(rests, slot);
     Quad high[kQuads][4], low[kQuads][4];
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const Place at = place(planes, first, j, r), at_rest = place(rests, first_rest, j, r);
-        high[j][r] = Quad::load<kVectors>(at.at, at.count);
-        low[j][r] = Quad::load<kVectors>(at_rest.at, at_rest.count);
-      }
+    load_plane<kVectors>(of.a.initial, slot, high);
+    load_plane<kVectors>(of.a.rest, slot, low);
 #pragma unroll
     for (int j = 0; j < kQuads; ++j)
 #pragma unroll
@@ -237,32 +246,42 @@ struct Columns {
           for (int c = 0; c < 4; ++c) S[j][r][c] = 0;
       return;
     }
-    if (of.a.initial.vectors && of.a.rest.vectors)
+    if (has_vectors())
       load_planes<true>(slot);
     else
       load_planes<false>(slot);
     transpose();
   }
+  __device__ bool has_vectors() const { return of.a.initial.vectors && of.a.rest.vectors; }
+  template <bool kVectors, bool kUpper>
+  __device__ __forceinline__ void store_plane(const StateView& view, int64_t slot) const {
+    visit<kVectors>(view, slot, [&](int j, int r, uint16_t* at, int count) {
+      uint32_t bits[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        bits[c] = SplitNumber::bits_of(S[j][r][c]) + (kUpper ? 0x8000u : 0u);
+      if constexpr (!kVectors)
+        Quad::of<kUpper>(bits).store(at, count);
+      else if (count > 0)
+        Quad::of<kUpper>(bits).store(at);
+    });
+  }
   /// Rounds to bf16 behind it.
   __device__ void store(int64_t slot) {
     transpose();
-    const StateView &planes = of.a.initial, &rests = of.a.rest;
-    const int64_t first = first_of(planes, slot), first_rest = first_of(rests, slot);
+    if (has_vectors()) {
+      store_plane<true, true>(of.a.initial, slot);
+      store_plane<true, false>(of.a.rest, slot);
+    } else {
+      store_plane<false, true>(of.a.initial, slot);
+      store_plane<false, false>(of.a.rest, slot);
+    }
 #pragma unroll
     for (int j = 0; j < kQuads; ++j)
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        uint32_t high[4], low[4];
+      for (int r = 0; r < 4; ++r)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const SplitNumber number = SplitNumber::of(S[j][r][c]);
-          high[c] = number.bf16, low[c] = static_cast<uint32_t>(number.rest);
-          S[j][r][c] = number.rounded();
-        }
-        const Place at = place(planes, first, j, r), at_rest = place(rests, first_rest, j, r);
-        Quad::of(high).store(at.at, at.count, planes.vectors);
-        Quad::of(low).store(at_rest.at, at_rest.count, rests.vectors);
-      }
+        for (int c = 0; c < 4; ++c) S[j][r][c] = SplitNumber::of(S[j][r][c]).rounded();
     transpose();
   }
 
