@@ -33,6 +33,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/recurrent/backward/head_gates.cu
   src/cuda/decode/head_gates.cu
   src/cuda/decode/tail/ends.cu
+  src/cuda/decode/tail/fold_split.cu
   src/cuda/decode/tail/move_rows.cu
   src/cuda/decode/tail/planes.cu
   src/cuda/decode/tail/tail.cu

@@ -853,7 +853,7 @@ TEST(Tail, PlansSayItAndGpusRefuseMoreRowsThanTheyHaveMemoryFor) {
   const std::size_t of_fp32 = plan.workspace_bytes;
   ASSERT_TRUE(make_plan(split, {}, gpu, {}, &plan).ok());
   EXPECT_GE(plan.workspace_bytes, of_fp32 + kValueHeads * kKey * kValue * sizeof(float));
-  for (const std::string kernel : {"join_states", "split_states"})
+  for (const std::string kernel : {"fold_split", "join_states", "split_states"})
     EXPECT_EQ(std::count_if(plan.kernels.begin(), plan.kernels.end(),
                             [&](const KernelChoice& choice) { return choice.kernel == kernel; }),
               1)

@@ -70,6 +70,7 @@ void plan_forward(plan::PlanBuilder& builder, const Plan& inner) {
   builder.stage("tail_fold", heads, "rows in front of the boundary where a sequence ends");
   plan_expand_bias(builder, "tail_fold");
   builder.kernel("tail_fold", "tail_ends");
+  if (p.tail->split) builder.kernel("tail_fold", "fold_split");
   builder.kernel("tail_fold", "tail");
   if (p.tail->split) builder.kernel("tail_fold", "join_states");
   for (const StagePlan& stage : inner.stages)
@@ -98,6 +99,7 @@ void plan_tail_decode(plan::PlanBuilder& builder) {
     builder.kernel("decode", "move_accepted");
     builder.book(block::kWrongAccepted, static_cast<std::size_t>(p.num_sequences), sizeof(int32_t));
   }
+  if (p.tail->split) builder.kernel("decode", "fold_split");
   builder.kernel("decode", "tail");
   if (p.num_heads != p.num_value_heads) builder.kernel("decode", "append_keys");
 }

@@ -11,13 +11,13 @@
 //      that run would not stay there: 2.0 GB came from memory for 1.3)
 //   4. scores of each token: of warps that share it each has every other pair of rows,
 //      newest first; D runs along as a product; __syncthreads
-//   5. S_0, four patches at a time: folds, what is written, products with two tokens (a load
-//      reads 128 bytes of a row)
-//   6. per token the scores meet v_new; a lane has one column
+//   5. where a fold is due: S_0, a pair of patches at a time, folded and written (a pass of its
+//      own, in few blocks: the next one has registers for four patches)
+//   6. S_0, four patches at a time: products with two tokens (a load reads 128 bytes of a row)
+//   7. per token the scores meet v_new; a lane has one column
 #pragma once
 
 #include "cuda/decode/tail/rows.cuh"
-#include "cuda/decode/tail/split.cuh"
 #include "cuda/decode/tail/tile.cuh"
 
 namespace kda::cuda::tail {
@@ -145,12 +145,12 @@ __device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, 
   if (!share.is_last()) return;
 #pragma unroll
   for (int c = 0; c < kOwn; ++c) key[c] *= product[c], query[c] *= product[c];
-  rows.write_own(key, rows.with_state(in_batch, false) + kOwn * rows.lane);
-  rows.write_own(query, rows.with_state(in_batch, true) + kOwn * rows.lane);
+  rows.write_own(key, rows.with_state(in_batch, false));
+  rows.write_own(query, rows.with_state(in_batch, true));
 }
 
 /// v_new of a token and its output, of the lane's column.
-template <class Rows>
+template <bool kMayBeSplit, class Rows>
 __device__ __forceinline__ void solve(const Rows& rows, const Path& path, int column, int token,
                                       int in_batch) {
   const TailArgs& a = rows.a;
@@ -172,54 +172,56 @@ __device__ __forceinline__ void solve(const Rows& rows, const Path& path, int co
   const RowView& view = a.tail_v_new;
   static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column] = v_new;
   rows.v_new(x)[column] = v_new;
-  if (a.rest.base) rows.append_value(token, column);
+  if constexpr (kMayBeSplit)
+    if (a.rest.base) rows.append_value(token, column);
   store_element(a.o.base, a.o.type, rows.token_at(a.o, rows.unit.head, token) + column, o);
 }
 
-/// Where S_0 lies, and where it is written to; -1: it is zero, it is not written.
+/// Where S_0 lies, and before rows are folded into it.
 struct State {
   int64_t from, to;
-  int folded;  ///< rows that are folded into it
+  bool is_written;  ///< from the one to the other
 };
 
-/// Whether S_0 is written to the sequence's slot.
-__device__ __forceinline__ bool writes_state(const TailArgs& a, const Start& start, int target) {
-  return target > 0 || start.source < 0 || (a.settle && start.source != start.slot);
-}
-
-/// Split states have been written by then (fold_split).
+/// Split states have been written by then (launch_fold_split).
+template <bool kMayBeSplit>
 __device__ __forceinline__ State state_of(const TailArgs& a, const Start& start, int target) {
-  if (a.rest.base || !writes_state(a, start, target)) return {start.source, -1, 0};
-  return {start.source, start.slot, target};
+  const bool is_written = writes_state(a, start, target);
+  return {start.source, is_written ? start.slot : start.source,
+          is_written && !(kMayBeSplit && a.rest.base)};
 }
 
-/// Folds rows [0, folded) into a patch of S_0, in groups.
+/// Folds rows [0, target), in groups, into the columns of a tile, and writes them. Patches in pairs
+/// share what they read of v_new.
 template <class Tile, class Rows>
-__device__ __forceinline__ void fold(const Rows& rows, int folded, const Tile& tile, int j,
-                                     typename Tile::Patch& x) {
+__device__ __forceinline__ void fold_state(const Rows& rows, const Tile& tile, const State& state,
+                                           int target) {
+  const int64_t from = tile.place(state.from), to = tile.place(state.to);
 #pragma unroll 1
-  for (int at = 0; at < folded;) {
-    const int end = fold_end(rows.start, at, folded);
-    tile.fold({rows.k(at), rows.v_new(at), rows.decay(at), end - at, rows.columns()}, j, x);
-    at = end;
+  for (int j = 0; j < tile.patches(); j += 2) {
+    typename Tile::Patch x[2] = {};
+    if (state.from >= 0) tile.load(from, j, x[0]), tile.load(from, j + 1, x[1]);
+#pragma unroll 1
+    for (int at = 0; at < target;) {
+      const int end = fold_end(rows.start, at, target);
+      tile.fold({rows.k(at), rows.v_new(at), rows.decay(at), end - at, rows.columns()}, j, x);
+      at = end;
+    }
+    tile.store(to, j, x[0]), tile.store(to, j + 1, x[1]);
   }
 }
 
-/// S_0 in the columns of a tile: folds rows, writes what has changed, and makes its products with
-/// `count` tokens of the batch from the `first` on, but no more than two.
+/// Products of S_0 in the columns of a tile with `count` tokens of the batch from the `first` on,
+/// but no more than two.
 template <class Tile, class Rows>
-__device__ __forceinline__ void multiply_state(const Rows& rows, const Tile& tile,
-                                               const State& state, int first, int count) {
+__device__ __forceinline__ void multiply_state(const Rows& rows, const Tile& tile, int64_t slot,
+                                               int first, int count) {
   float sums[4][4] = {};  // with k and q, of the first token and of the second
-  const int64_t from = tile.place(state.from), to = tile.place(state.to);
+  const int64_t from = tile.place(slot);
 #pragma unroll 4
-  for (int j = 0; j < Tile::kPatches; ++j) {
-    typename Tile::Patch x = {};
-    if (state.from >= 0) tile.load(from, j, x);
-    if (state.to >= 0) {
-      fold(rows, state.folded, tile, j, x);
-      tile.store(to, j, x);
-    }
+  for (int j = 0; j < tile.patches(); ++j) {
+    typename Tile::Patch x;
+    tile.load(from, j, x);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (i < 2 * count) tile.multiply(rows.with_state(first + i / 2, i % 2), j, x, sums[i]);
@@ -260,7 +262,7 @@ __device__ __forceinline__ void prefetch_state_of(const Rows& rows, bool rows_ar
 template <class Rows>
 __device__ __forceinline__ void prepare_folds(const Rows& rows, int target) {
   const Start& start = rows.start;
-  for (int part = rows.warp; part < Rows::kParts; part += rows.warps)
+  for (int part = rows.warp; part < rows.parts(); part += rows.warps)
     for (int at = 0; at < target; at = fold_end(start, at, target))
       prepare_fold(rows, part, at, fold_end(start, at, target));
 }
@@ -281,18 +283,16 @@ __device__ __forceinline__ Path make_rows(Rows* rows) {
   rows->make();
   if constexpr (Rows::kIsDense) prefetch_state_of(*rows, true);
   const int target = fold_target(a, rows->unit.n, start) - start.folded;
-  if (!a.rest.base) prepare_folds(*rows, target);
+  prepare_folds(*rows, target);
   return {rows->before(), target, rows->sure(), a.parents ? rows->sure() : INT32_MAX};
 }
 
-/// Zeros in the rows of o that no token is computed for.
-template <int kK>
-__device__ void zero_outputs(const TailArgs& a, const Unit& unit, const TokenRange& tokens,
-                             int64_t end) {
-  if (!a.zero_skipped) return;
+/// Zeros in the rows of o that no token is computed for. Kernels share its code.
+__device__ __noinline__ inline void zero_outputs(const TailArgs& a, Unit unit, TokenRange tokens,
+                                                 int64_t end) {
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
-  for (int column = warp * kColumns<kK>; column < a.shape.V; column += warps * kColumns<kK>)
-    decode::zero_rows<kColumns<kK>>(a, unit, tokens, end, column);
+  for (int column = 32 * warp; column < a.shape.V; column += 32 * warps)
+    decode::zero_rows<32>(a, unit, tokens, end, column);
 }
 
 /// Scores of a batch of tokens from `token` on: a warp has a few tokens, or several have one. The
@@ -314,27 +314,32 @@ template <class Columns, class Rows>
 __device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, int column0) {
   constexpr bool kDense = Rows::kIsDense;
   const TailArgs& a = rows.a;
-  State state = state_of(a, rows.start, path.first);
+  const State state = state_of<Columns::kMayBeSplit>(a, rows.start, path.first);
   const bool mine = kDense || column0 < a.shape.V;
 #pragma unroll 1
   for (int token = 0; token < max(rows.count, 1); token += kBatch) {
     if (token > 0) __syncthreads();  // the batch before has been read
     make_batch(rows, path, token);
-    const int count = min(rows.count - token, kBatch);
-    if (!mine || (count <= 0 && state.to < 0)) continue;
+    if (!mine) continue;
+    if (token == 0 && state.is_written) {
 #pragma unroll 1
-    for (int t = 0; t < max(count, 1); t += 2) {
+      for (int c = 0; c < kWarpColumns; c += Columns::kColumns)
+        fold_state(rows, Columns(a.initial, a.shape, rows.unit.head, column0 + c), state,
+                   path.first);
+    }
+    const int count = min(rows.count - token, kBatch);
+#pragma unroll 1
+    for (int t = 0; t < count; t += 2) {
 #pragma unroll 1
       for (int c = 0; c < kWarpColumns; c += Columns::kColumns) {
         const Columns tile(a.initial, a.shape, rows.unit.head, column0 + c);
-        multiply_state(rows, tile, state, t, count - t);
+        multiply_state(rows, tile, state.to, t, count - t);
       }
-      if (state.to >= 0) state = {state.to, -1, 0};
     }
     __syncwarp();
 #pragma unroll 1
     for (int t = 0; t < count; ++t) {
-      solve(rows, path, column0 + rows.lane, token + t, t);
+      solve<Columns::kMayBeSplit>(rows, path, column0 + rows.lane, token + t, t);
       __syncwarp();
     }
   }
@@ -360,23 +365,18 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
   const int count = num_computed(a, unit.n, tokens);
   Start start = place_of(a, unit.n);
   read_folded(a, unit.n, unit.head, &start);
-  if constexpr (kDense && kPacked)
-    if (a.rest.base && threadIdx.x == 0 && start.source >= 0 && start.sure() >= kTailBoundary)
-      prefetch_state<kK>(a.rest, start.source, unit.head);
-  if (start.skip || count < 0) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
+  if (start.skip || count < 0) {
+    if (a.zero_skipped) zero_outputs(a, unit, tokens, tokens.begin);
+    return;
+  }
   Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
   const Path path = make_rows(&rows);
-  if constexpr (kPacked || !kDense)
-    if (a.rest.base && writes_state(a, start, path.first)) {
-      fold_split<kK, kDense>(a, unit, start, path.first);
-      start.source = start.slot;
-    }
   run_columns<Columns>(rows, path, rows.warp * kWarpColumns);
-  rows.append_of_heads();
+  rows.template append_of_heads<Columns::kMayBeSplit>();
   if (threadIdx.x == 0)
     *folded_word(a, start.slot, unit.head) =
         a.boundaries ? a.boundaries[unit.n] : fold_target(a, unit.n, start);
-  zero_outputs<kK>(a, unit, tokens, tokens.begin + count);
+  if (a.zero_skipped) zero_outputs(a, unit, tokens, tokens.begin + count);
 }
 
 }  // namespace kda::cuda::tail

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split states of a forward with a tail, from and to the fp32 states of the forward inside.
 #include "cuda/decode/tail/split.cuh"
+#include "cuda/decode/tail/tail.hpp"
+#include "cuda/launch/launch.cuh"
+#include "cuda/ptx/ptx.cuh"
 
 namespace kda::cuda::tail {
 namespace {

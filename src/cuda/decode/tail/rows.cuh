@@ -65,7 +65,6 @@ template <int kK, bool kDense>
 struct Rows {
   static constexpr int kKeys = kK;
   static constexpr bool kIsDense = kDense;
-  static constexpr int kParts = kK / kPart;
   static constexpr int kGroup = 4;      // rows that are made side by side
   static constexpr int kOwn = kK / 32;  // channels of a lane where a warp has whole rows
   static constexpr int kSide = 2;       // such rows that are asked for together
@@ -93,22 +92,26 @@ struct Rows {
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
         warps(static_cast<int>(blockDim.x) / 32),
-        layout(Layout::of(args.most_sure, args.most_tokens, kK, kDense ? kK : args.shape.V)),
+        layout(Layout::of(args.most_sure, args.most_tokens, kDense ? kK : channels_of(args.shape.K),
+                          kDense ? kK : args.shape.V)),
         shared(reinterpret_cast<float*>(ptx::dynamic_shared())),
         first_row(
             static_cast<int>(static_cast<uint32_t>(at.folded) % static_cast<uint32_t>(args.rows))) {
   }
 
+  /// Floats of a row of channels.
+  __device__ int keys() const { return kDense ? kK : layout.keys; }
+  __device__ int parts() const { return keys() / kPart; }
   __device__ int columns() const { return kDense ? kK : layout.columns; }
   __device__ int sure() const { return start.sure(); }
-  __device__ float* k(int i) const { return shared + i * kK; }
-  __device__ float* decay(int i) const { return shared + layout.decays() + i * kK; }
+  __device__ float* k(int i) const { return shared + i * keys(); }
+  __device__ float* decay(int i) const { return shared + layout.decays() + i * keys(); }
   __device__ float* v_new(int i) const { return shared + layout.v_new() + i * columns(); }
   /// The row that each token follows, of a tree.
   __device__ int* before() const { return reinterpret_cast<int*>(shared + layout.before()); }
   /// k D(t, 0) and q D(t, 0) of a token of the batch.
   __device__ float* with_state(int in_batch, bool of_q) const {
-    return shared + layout.with_state() + (2 * in_batch + (of_q ? 1 : 0)) * kK;
+    return shared + layout.with_state() + (2 * in_batch + (of_q ? 1 : 0)) * keys();
   }
   /// S_0^T of that, a number a column.
   __device__ float* product(int in_batch, bool of_q) const {
@@ -124,8 +127,15 @@ struct Rows {
     return reinterpret_cast<float2*>(shared + layout.of_q()) + token;
   }
 
+  /// Whether the lane has channels of a row that lies in shared memory.
+  __device__ bool has_own() const { return kDense || kOwn * lane < layout.keys; }
   /// The lane's channels of a row of keys or decays.
   __device__ void read_own(const float* row, float (&x)[kOwn]) const {
+    if (!has_own()) {
+#pragma unroll
+      for (float& y : x) y = 0;
+      return;
+    }
 #pragma unroll
     for (int c = 0; c < kOwn; c += kOwn == 2 ? 2 : 4) {
       if constexpr (kOwn == 2) {
@@ -137,7 +147,9 @@ struct Rows {
       }
     }
   }
-  __device__ static void write_own(const float (&x)[kOwn], float* to) {
+  __device__ void write_own(const float (&x)[kOwn], float* row) const {
+    if (!has_own()) return;
+    float* to = row + kOwn * lane;
 #pragma unroll
     for (int c = 0; c < kOwn; c += kOwn == 2 ? 2 : 4) {
       if constexpr (kOwn == 2)
@@ -181,7 +193,7 @@ struct Rows {
     if (!a.gate.l2norm) return 1;
     float sum = squares(0)[i];
 #pragma unroll
-    for (int part = 1; !kDense && part < kParts; ++part) sum += squares(part)[i];
+    for (int part = 1; !kDense && part < parts(); ++part) sum += squares(part)[i];
     return rsqrtf(sum + 1e-6f);
   }
   /// The factor that normalises q of a token, and q . k of what was not normalised.
@@ -224,7 +236,7 @@ struct Rows {
       append_whole_rows();
     } else {
 #pragma unroll 1
-      for (int part = warp; part < kParts; part += warps) {
+      for (int part = warp; part < parts(); part += warps) {
         const float bias = bias_of(part * kPart + lane);
 #pragma unroll 1
         for (int at = 0; at < sure() + count; at += kGroup) make_group(part, at, bias, rate);
@@ -235,43 +247,19 @@ struct Rows {
   }
 
   /// One gate a head, and beta beside split states, which all warps have read.
+  template <bool kMayBeSplit>
   __device__ void append_of_heads() const {
     if (gate_step(a) == 0) append_element(a.g, a.tail_g);
-    if (a.rest.base) append_element(a.beta, a.tail_beta);
+    if constexpr (kMayBeSplit)
+      if (a.rest.base) append_element(a.beta, a.tail_beta);
   }
 
   // ---- of split states
 
-  /// Asks the L2 for v and beta of the tail.
-  __device__ void prefetch_values() const {
-    constexpr int kLine = 128;
-    for (int i = static_cast<int>(threadIdx.x); i < sure(); i += static_cast<int>(blockDim.x)) {
-      const char* row = static_cast<const char*>(a.tail_v.base) +
-                        tail_at(a.tail_v, unit.head, i) * size_of(a.tail_v);
-      for (int at = 0; at < a.shape.V * size_of(a.tail_v); at += kLine) ptx::prefetch_l2(row + at);
-      ptx::prefetch_l2(static_cast<const char*>(a.tail_beta.base) +
-                       tail_at(a.tail_beta, unit.head, i) * size_of(a.tail_beta));
-    }
-  }
-  /// v and beta of row i of the tail.
-  __device__ float tail_value(int i, int column) const {
-    return float_of(load_bits(a.tail_v.base, a.v.type, tail_at(a.tail_v, unit.head, i) + column),
-                    a.v.type);
-  }
-  __device__ float tail_beta(int i) const {
-    return beta_value(a.gate, float_of(load_bits(a.tail_beta.base, a.beta.type,
-                                                 tail_at(a.tail_beta, unit.head, i)),
-                                       a.beta.type));
-  }
   /// Appends the column's value of a token.
   __device__ void append_value(int token, int column) const {
     store_bits(a.tail_v, tail_at(a.tail_v, unit.head, sure() + token) + column,
                value_bits(token, column));
-  }
-  /// v_new of a row of the tail, there and in shared memory.
-  __device__ void store_v_new(int i, int column, float x) const {
-    static_cast<float*>(a.tail_v_new.base)[tail_at(a.tail_v_new, unit.head, i) + column] = x;
-    v_new(i)[column] = x;
   }
 
  private:
@@ -352,7 +340,7 @@ struct Rows {
                                  float rate) const {
     float x[kOwn], sum = 0;
     key.convert(a.k.type, x);
-    write_own(x, k(i) + kOwn * lane);
+    write_own(x, k(i));
 #pragma unroll
     for (const float y : x) sum = fmaf(y, y, sum);
     if (gate_step(a) != 0) {
@@ -362,7 +350,7 @@ struct Rows {
       for (float& y : x) y = float_of(gate.words[0], a.g.type);
     }
     make_decays(x, bias, rate);
-    write_own(x, decay(i) + kOwn * lane);
+    write_own(x, decay(i));
     if (!a.gate.l2norm) return;
     sum = sum_over(sum, 1, 32);
     if (lane == 0) squares(0)[i] = sum;

@@ -38,6 +38,11 @@ __device__ __forceinline__ int32_t fold_target(const TailArgs& a, int64_t n, con
   return start.sure() < kTailBoundary ? start.folded : last_boundary(start.position);
 }
 
+/// Whether S_0 is written to the sequence's slot.
+__device__ __forceinline__ bool writes_state(const TailArgs& a, const Start& start, int target) {
+  return target > 0 || start.source < 0 || (a.settle && start.source != start.slot);
+}
+
 /// How many rows sequence n of accepted_rows lists.
 __device__ __forceinline__ int32_t num_accepted(const TailArgs& a, int64_t n) {
   int32_t count = 0;
@@ -136,8 +141,9 @@ __device__ inline void add_found(const TailArgs& a) {
 
 /// Flags of device metadata, by a block that has nothing else to do. Other blocks write words of
 /// `folded` meanwhile, of sequences where nothing is wrong: before and after, a word is in range
-/// and has the same target. A thread has a few heads of a sequence.
-__device__ inline void write_flags(const TailArgs& a) {
+/// and has the same target. A thread has a few heads of a sequence. Kernels share its code, which
+/// is long and takes one block.
+__device__ __noinline__ inline void write_flags(const TailArgs& a) {
   constexpr unsigned kHeads = 8;
   if (a.found) return add_found(a);
   const DecodeArgs& base = a;

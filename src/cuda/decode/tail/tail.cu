@@ -31,7 +31,6 @@ bool is_dense(const TailArgs& args) {
   bool vectors = gate_step(args) == 0 || (has_vectors(args.g) && has_vectors(args.tail_g));
   for (const RowView* view : {&args.q, &args.k, &args.v, &args.tail_k, &args.tail_v_new})
     vectors &= has_vectors(*view);
-  if (args.rest.base) vectors &= args.rest.stride_row == kK;
   return vectors && args.shape.K == kK && args.shape.V == kK && args.initial.stride_row == kK &&
          args.initial.vectors;
 }
@@ -50,13 +49,11 @@ Status launch_dense(const TailArgs& args, const Launch& where) {
 }  // namespace
 
 Status launch_tail_decode(const TailArgs& args, const Launch& where) {
+  if (args.rest.base && args.most_sure >= kTailBoundary)
+    KDA_RETURN_IF_ERROR(launch_fold_split(args, where));
   if (is_dense<128>(args)) return launch_dense<128>(args, where);
   if (is_dense<64>(args)) return launch_dense<64>(args, where);
-  switch (channels_of(args.shape.K)) {
-    case 64: return launch_instance<64, Access::kScalar, false>(args, where);
-    case 128: return launch_instance<128, Access::kScalar, false>(args, where);
-    default: return launch_instance<256, Access::kScalar, false>(args, where);
-  }
+  return launch_instance<256, Access::kScalar, false>(args, where);
 }
 
 }  // namespace kda::cuda::tail

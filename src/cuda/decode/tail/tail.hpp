@@ -77,6 +77,8 @@ Status launch_planes(const PlanesArgs& args, const Launch& launch);
 
 /// Moves the rows that accepted_rows lists together, before the decode.
 Status launch_move_accepted(const TailArgs& args, const Launch& launch);
+/// Folds split states, before the decode.
+Status launch_fold_split(const TailArgs& args, const Launch& launch);
 Status launch_tail_decode(const TailArgs& args, const Launch& launch);
 /// Copies the tokens' rows of k into the tail, behind the decode.
 Status launch_append_keys(const TailArgs& args, const Launch& launch);

@@ -5,6 +5,7 @@
 // lie in shared memory.
 #pragma once
 
+#include "cuda/decode/tail/layout.hpp"
 #include "cuda/tile/state_io.cuh"
 #include "cuda/tile/warp.cuh"
 
@@ -29,23 +30,26 @@ struct Folded {
 template <int kK, Access kAccess, bool kPacked>
 struct Tile {
   static constexpr bool kDense = kAccess != Access::kScalar;
+  static constexpr bool kMayBeSplit = kPacked || !kDense;
   static constexpr bool kRowsAreColumns = kAccess == Access::kVectorsVK;
   static constexpr int kColumns = kRowsAreColumns ? 16 : kWarpColumns;
-  static constexpr int kLanes = 128 / kColumns;     // that share columns
-  static constexpr int kPatches = kK / 4 / kLanes;  // of a lane
-  using Patch = float[4][4];                        // [channel][column]
+  static constexpr int kLanes = 128 / kColumns;  // that share columns
+  using Patch = float[4][4];                     // [channel][column]
   const StateView& states;
   const Shape& shape;
   const int64_t head;
   const int lane;
   const int column0;
+  const int keys;  ///< floats of a row of channels
 
   __device__ Tile(const StateView& of, const Shape& sizes, int64_t of_head, int first)
       : states(of),
         shape(sizes),
         head(of_head),
         lane(static_cast<int>(threadIdx.x) % 32),
-        column0(first) {}
+        column0(first),
+        keys(kDense ? kK : channels_of(sizes.K)) {}
+  __device__ int patches() const { return keys / 4 / kLanes; }  ///< of a lane
   __device__ int channel(int j) const { return (j * kLanes + lane % kLanes) * 4; }
   __device__ int column() const { return column0 + lane / kLanes * 4; }
   /// The lane's first element.
@@ -86,25 +90,33 @@ struct Tile {
     }
   }
 
-  /// x = Diag(decays) x + sum of k v_new^T
-  __device__ __forceinline__ void fold(const Folded& from, int j, Patch& x) const {
-    float decay[4];
-    spread(from.decays + channel(j), decay);
+  /// x = Diag(decays) x + sum of k v_new^T, of two patches that follow each other.
+  __device__ __forceinline__ void fold(const Folded& from, int j, Patch (&x)[2]) const {
 #pragma unroll
-    for (int r = 0; r < 4; ++r)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) x[r][c] *= decay[r];
-#pragma unroll 2
-    for (int i = 0; i < from.rows; ++i) {
-      float k_i[4], v_i[4];
-      spread(from.keys + i * kK + channel(j), k_i);
-      spread(from.v_new + i * from.columns + column(), v_i);
+    for (int p = 0; p < 2; ++p) {
+      float decay[4];
+      spread(from.decays + channel(j + p), decay);
 #pragma unroll
       for (int r = 0; r < 4; ++r)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) x[r][c] = fmaf(k_i[r], v_i[c], x[r][c]);
+        for (int c = 0; c < 4; ++c) x[p][r][c] *= decay[r];
     }
-    if (kDense ? kPacked : states.bf16) round(x);  // a bf16 state goes on from what is written
+#pragma unroll 2
+    for (int i = 0; i < from.rows; ++i) {
+      float v_i[4];
+      spread(from.v_new + i * from.columns + column(), v_i);
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        float k_i[4];
+        spread(from.keys + i * keys + channel(j + p), k_i);
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) x[p][r][c] = fmaf(k_i[r], v_i[c], x[p][r][c]);
+      }
+    }
+    if (kDense ? kPacked : states.bf16)
+      round(x[0]), round(x[1]);  // a bf16 state goes on from what is written
   }
 
   /// Adds x^T vector.
