@@ -90,12 +90,13 @@ class States:
         for name, rows in (("k", k), ("v", v), ("g", g), ("beta", beta)):
             kept = getattr(self, name)
             kept[ring] = rows
-            x[name] = kept.flatten(0, 1)[from_ring]
+            x[name] = kept.flatten(0, 1)[from_ring.flatten()].unflatten(0, from_ring.shape)
         sequence, own = torch.arange(N, device=q.device)[:, None], call.behind[:, None] + token
-        padded_q = q.new_zeros((N, len(place), *q.shape[2:]))
-        padded_q[sequence, own] = q
-        o = self._forward(padded_q, x, call, None, head_map, gate)[sequence, own]
-        return call.finish(o, call.valid[:, None, None, None], call.wrong[:, None, None, None])
+        # Outputs of rows that are there already are not looked at: any q will do.
+        q = q.expand(N, len(place), *q.shape[2:]) if S == 1 else q[
+            sequence, (place - call.behind[:, None]).clamp(0, S - 1)]
+        o = self._forward(q, x, call, None, head_map, gate)[sequence, own]
+        return call.finish(o, call.wrong[:, None, None, None])
 
     def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
                 slots: torch.Tensor, positions: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None,
@@ -141,8 +142,8 @@ class States:
         own = torch.arange(B * T, device=q.device)
         n = (torch.searchsorted(cu, own, right=True) - 1).clamp(0, N - 1)
         o = o[(own + before[n + 1]).clamp(0, max(total - 1, 0))]
-        inside = (own < cu[-1]) & call.valid[n]
-        return call.finish(o, inside[:, None, None], call.wrong[n][:, None, None]).view(v.shape)
+        o = o.masked_fill_((own >= cu[-1])[:, None, None], 0)
+        return call.finish(o, call.wrong[n][:, None, None]).view(v.shape)
 
     def _forward(self, q, x, call, cu_seqlens, head_map, gate):
         """o of all rows. The state behind the call's boundary goes to its slot; there is no final state."""
@@ -207,16 +208,16 @@ class _Call:
             if x.shape != (N,) or N == 0:
                 raise ValueError(f"{name} must have shape [{N}], one a sequence and at least one, got {list(x.shape)}")
         none = states.pool.shape[1]
-        self.valid = (slots >= first_slot) & (slots >= 0) & (slots < none)
-        slot = torch.where(self.valid, slots, none)
+        valid = (slots >= first_slot) & (slots >= 0) & (slots < none)
+        slot = torch.where(valid, slots, none)
         begin = torch.where(position == 0, 0, states.boundary[slot])
         behind = position - begin
-        self.wrong = self.valid & ((behind < 0) | (behind >= _BOUNDARY + states.drafts))
+        self.wrong = valid & ((behind < 0) | (behind >= _BOUNDARY + states.drafts))
         if not slots.is_cuda and bool(self.wrong.any()):
             n = int(self.wrong.nonzero()[0])
             raise ValueError(f"positions: entry {n} = {int(position[n])}; slot {int(slots[n])} has its state behind "
                              f"{int(begin[n])} tokens and takes up to {_BOUNDARY - 1 + states.drafts} more")
-        usable = self.valid & ~self.wrong
+        usable = valid & ~self.wrong
         self.slot = torch.where(usable, slot, none)
         self.begin, self.position = torch.where(usable, begin, 0), torch.where(usable, position, 0)
         self.behind, self.end = self.position - self.begin, self.position + sure
@@ -228,6 +229,6 @@ class _Call:
             torch.where(usable, self.slot + none * x, -1).int() for x in (half, self.half))
 
     @staticmethod
-    def finish(o, kept, wrong):
-        """0 where nothing is computed; NaN where a GPU finds a position that does not fit."""
-        return torch.where(wrong, torch.nan, torch.where(kept, o, 0)).to(o.dtype)
+    def finish(o, wrong):
+        """NaN where a GPU finds a position that does not fit. Sequences without a slot have 0 from the kernel."""
+        return o.masked_fill_(wrong, torch.nan) if o.is_cuda else o
