@@ -2,6 +2,7 @@
 """Rollouts of random histories have the bits of one forward: prompts in pieces, drafts and rejections, forks, padded
 rows, other sequences in the batch. KDA_ROLLOUT_HISTORIES: how many; KDA_ROLLOUT_DEVICE: "cuda" on a Hopper GPU."""
 import os
+import types
 
 import pytest
 import torch
@@ -202,3 +203,25 @@ def test_lengths_on_the_host_are_refused_where_they_do_not_end_with_the_rows():
     with pytest.raises(ValueError, match="cu_seqlens"):
         states.prefill(x, x, x, x.float(), x[..., 0], torch.tensor([0]), torch.tensor([0]),
                        cu_seqlens=torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize("capability, changed, message", (
+    ((8, 0), {}, r"device must be a CPU or a Hopper GPU \(sm_90\).*, got sm_80"),
+    ((9, 0), dict(g=torch.bfloat16), "gate_dtype must be torch.float32 on a GPU"),
+    ((9, 0), dict(k=torch.float16), "dtype must be torch.bfloat16 on a GPU"),
+    ((9, 0), dict(V=64), "K and V must be 64 both, or 128, on a GPU, got 128 and 64")))
+def test_what_a_gpu_does_not_serve_is_refused(monkeypatch, capability, changed, message):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    made = dict(k=torch.bfloat16, g=torch.float32, V=128) | changed
+    pool = types.SimpleNamespace(is_cuda=True, device="cuda", shape=(2, 1, 1, 128, made["V"]))
+    states = types.SimpleNamespace(pool=pool, k=torch.empty(0, dtype=made["k"]),
+                                   g=torch.empty(0, dtype=made["g"]))
+    with pytest.raises(ValueError, match=message):
+        rollout._expect_served(states)
+
+
+def test_a_decode_has_final_states():
+    x, pool = torch.zeros(1, 1, 2, 16), torch.zeros(1, 2, 16, 16)
+    with pytest.raises(ValueError, match="a decode writes its final states"):
+        torch.ops.libkda.update(x, x, x, x, x[..., 0], torch.empty_like(x), pool, None, None, None, None, None, None,
+                                True, 0, 0, -5.0, 1.0, False, False, final_states=False)
