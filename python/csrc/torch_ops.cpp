@@ -119,7 +119,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
             bool state_v_first, bool zero_skipped, MaybeTensor has_state, int64_t first_slot,
             MaybeTensor drafts, MaybeTensor draft_indices, MaybeTensor parents,
             MaybeTensor checkpoints, MaybeTensor checkpoint_offsets, MaybeTensor checkpoint_indices,
-            int64_t checkpoint_every, int64_t head_map, int64_t options) {
+            int64_t checkpoint_every, int64_t head_map, int64_t options, bool final_states) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = pool_problem(o, q, k, v, g, beta, A_log, dt_bias, modes, head_map);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
@@ -135,6 +135,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
       checkpoints.has_value() != checkpoint_indices.has_value())
     refuse("checkpoints, checkpoint_offsets and checkpoint_indices are given together");
   decode = decode && !checkpoints && (state_a_token || few_tokens(lengths));
+  if (decode && !final_states) refuse("a decode writes its final states");
   p.operation = decode ? KDA_DECODE : KDA_FORWARD;
   p.zero_skipped = zero_skipped && (decode || indices);  // a forward without indices skips nothing
   describe_state(&p.initial_state, states, q, "states", state_v_first, p);
@@ -144,7 +145,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
   if (drafts && !has_slots(*drafts)) refuse("drafts has no slots");
   if (checkpoints && !has_slots(*checkpoints)) refuse("checkpoints has no slots");
   p.first_slot = first_slot;
-  if (!decode) p.final_state = p.initial_state;
+  if (!decode && final_states) p.final_state = p.initial_state;
   if (drafts) {
     describe_state(&p.final_state, *drafts, q, "drafts", state_v_first, p);
     set_indices(&p.final_state, &p, *draft_indices, q, "draft_indices");
@@ -293,7 +294,7 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "Tensor? has_state=None, int first_slot=0, Tensor(c!)? drafts=None, Tensor? "
       "draft_indices=None, Tensor? parents=None, Tensor(d!)? checkpoints=None, Tensor? "
       "checkpoint_offsets=None, Tensor? checkpoint_indices=None, int checkpoint_every=16, int "
-      "head_map=0, int options=0) -> ()");
+      "head_map=0, int options=0, bool final_states=True) -> ()");
   m.def(
       "update_with_tail(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, "
       "Tensor(b!) states, Tensor indices, Tensor(c!) tail_k, Tensor(d!) tail_g, Tensor(e!) "

@@ -63,7 +63,7 @@ _NAMES = {
     "naive_kda_lowerbound_gate": "naive",
 }
 _MODULES = ("arrays", "compat", "context_parallel", "fla", "gate", "gated_delta", "jax", "kda", "layer", "naive", "ops",
-            "serving", "sglang", "tails", "transformers", "vllm")
+            "rollout", "serving", "sglang", "tails", "transformers", "vllm")
 _WITHOUT_TORCH = ("arrays", "compat", "jax")
 # dir() is without them: who looks at each of its names, as help() does, loads them. Two put functions of libkda into
 # other packages, or say that these are missing; the others need torch.distributed and JAX.

@@ -10,6 +10,7 @@ from libkda import kda as kda
 from libkda import layer as layer
 from libkda import naive as naive
 from libkda import ops as ops
+from libkda import rollout as rollout
 from libkda import serving as serving
 from libkda import sglang as sglang
 from libkda import tails as tails

@@ -4,9 +4,10 @@
 They are declared in python/csrc/torch_ops.cpp and torch_backward.cpp. `forward` returns (o, final_state), the latter
 without slots unless it is asked for; `forward_into` writes o, final_state and checkpoints (or None) of the caller, any
 strides with a contiguous last dimension; `update` writes o and the pool of states in place, or with `drafts` the states
-after tokens there, and a state of each sequence to `checkpoints`; `update_with_tail` writes o, tails and, where it
-folds them, the pool. What arguments mean: include/kda/problem.hpp; options is the number of a libkda.Options. What an
-operator does not take is a ValueError that names the argument; nothing is written then.
+after tokens there, and a state of each sequence to `checkpoints`, without final_states nothing but that;
+`update_with_tail` writes o, tails and, where it folds them, the pool. What arguments mean: include/kda/problem.hpp;
+options is the number of a libkda.Options. What an operator does not take is a ValueError that names the argument;
+nothing is written then.
 
 `forward` and `forward_kept` have derivatives. The latter also returns what it keeps for `backward`, uint8: nothing
 with keep = 0, with KEEP_STATES (on a CPU) the fp32 state after every so many tokens, with KEEP_CHUNKS all that spares

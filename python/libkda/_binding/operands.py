@@ -261,13 +261,14 @@ def forward_into(q, k, v, g, beta, o, final_state, checkpoints, parameters, stat
                              checkpoint_every, decode, has_state, head_map, options))
 
 
-def update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, zero_skipped, head_map, options):
-    """Writes o and the states of `slots`."""
+def update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, zero_skipped, head_map, options,
+           final_states=True):
+    """Writes o, checkpoints and, with final_states, the states of `slots`."""
     states, indices, accepted, has_state, first_slot, beside = slots
     # Defaults cost a call of few tokens time.
     more = ()
-    if beside is not None or head_map or options:
-        more = (*(beside or Beside()), head_map, options)
+    if beside is not None or head_map or options or not final_states:
+        more = (*(beside or Beside()), head_map, options, final_states)
     _call(ops.update, (q, k, v, g, beta, o, states, indices, accepted, *parameters, *lengths, decode, *modes,
                        zero_skipped, has_state, first_slot, *more))
 

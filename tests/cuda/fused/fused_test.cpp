@@ -13,6 +13,7 @@
 #include "core/convert.hpp"
 #include "plan/ledger.hpp"
 #include "stage/buffers.hpp"
+#include "support/backward.hpp"
 #include "support/gpu.hpp"
 
 namespace kda {
@@ -296,6 +297,43 @@ TEST_P(Fused, ResumesAtEveryRunWithTheSameBits) {
                           second.outputs.o.data(), second.outputs.o.size()),
               0)
         << cut;
+  }
+}
+
+/// Inputs of which v goes from 2^-20 to 2^20 and back.
+Inputs with_values_of_any_size(const check::GenerateOptions& options) {
+  Inputs inputs = check::generate(options);
+  const Problem& p = inputs.problem;
+  const int64_t row = p.num_value_heads * p.value_dim;
+  test::scale_by(&inputs.v, p.v.dtype, [row](int64_t i) {
+    constexpr int kExponents[] = {0, -20, 12, 20, -3};
+    return std::exp2(kExponents[i / row / 16 % 5]);
+  });
+  return inputs;
+}
+
+/// Rollouts rest on it (python/libkda/rollout.py). With gates in fp32 operands are bf16, and a
+/// state is all that a piece takes over.
+TEST_P(FusedBf16, PiecesOf16HaveTheBitsOfOneRunWithGatesInFp32) {
+  const int64_t tokens = 103, row = K * 2;
+  for (const Regime regime : regimes()) {
+    check::GenerateOptions options = shape_of(tokens, 1);
+    options.regime = regime;
+    Inputs inputs = with_values_of_any_size(options);
+    widen_gates(&inputs);
+    const test::Result whole = test::run_inputs(inputs, on_fused());
+    io::Buffer state = inputs.initial_state;
+    for (int64_t begin = 0; begin < tokens; begin += 16) {
+      Inputs piece = test::slice(inputs, begin, std::min(begin + 16, tokens));
+      piece.initial_state = state;
+      const test::Result result = test::run_inputs(piece, on_fused());
+      state = result.outputs.final_state;
+      EXPECT_EQ(std::memcmp(whole.outputs.o.data() + begin * row, result.outputs.o.data(),
+                            result.outputs.o.size()),
+                0)
+          << check::regime_name(regime) << " " << begin;
+    }
+    EXPECT_TRUE(test::same_bits(whole.outputs.final_state, state)) << check::regime_name(regime);
   }
 }
 
