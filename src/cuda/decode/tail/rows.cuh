@@ -60,14 +60,15 @@ struct RawVector {
 };
 
 /// kDense: K = V = kK, and rows of whole vectors. Those of values and queries lie in shared memory
-/// as they came in. load() only asks for rows, make() waits, and the block meets behind it.
+/// as they came in. load() only asks for rows, make() waits, and the block meets behind it. All
+/// keys and gates are then on their way, where their floats will be, each to the warp that makes
+/// it.
 template <int kK, bool kDense>
 struct Rows {
   static constexpr int kKeys = kK;
   static constexpr bool kIsDense = kDense;
   static constexpr int kGroup = 4;      // rows that are made side by side
   static constexpr int kOwn = kK / 32;  // channels of a lane where a warp has whole rows
-  static constexpr int kSide = 2;       // such rows that are asked for together
   using Own = RawVector<kOwn>;
 
   const TailArgs& a;
@@ -220,6 +221,8 @@ struct Rows {
   /// Asks for v_new and the tokens.
   __device__ void load() {
     if constexpr (kDense) {
+      copy_rows();
+      ptx::cp_async_commit();
       copy_v_new();
       load_tokens();
       ptx::cp_async_commit();
@@ -321,23 +324,33 @@ struct Rows {
 
   // ---- whole rows, of a dense kernel
 
-  /// The lane's channels of row i, of the tail or of a token.
-  __device__ void load_own(const RowView& tail, const RowView& tokens, int64_t head, int i,
-                           Own* raw) const {
-    const bool is_token = i >= sure();
-    raw->load(
-        is_token ? tokens : tail,
-        (is_token ? token_at(tokens, head, i - sure()) : tail_at(tail, head, i)) + kOwn * lane);
+  __device__ int64_t row_at(const RowView& tail, const RowView& tokens, int64_t head, int i) const {
+    return i < sure() ? tail_at(tail, head, i) : token_at(tokens, head, i - sure());
   }
-  /// The lane's gates: where a head has one, that.
-  __device__ void load_own_gates(int i, Own* raw) const {
-    if (gate_step(a) != 0) return load_own(a.tail_g, a.g, unit.head, i, raw);
-    raw->words[0] = i < sure()
-                        ? load_bits(a.tail_g.base, a.g.type, tail_at(a.tail_g, unit.head, i))
-                        : load_bits(a.g.base, a.g.type, token_at(a.g, unit.head, i - sure()));
+  /// Rows of this warp as they came in.
+  __device__ void copy_rows() const {
+#pragma unroll 1
+    for (int i = warp; i < sure() + count; i += warps) {
+      const bool is_token = i >= sure();
+      const RowView &key = is_token ? a.k : a.tail_k, &gate = is_token ? a.g : a.tail_g;
+      copy(key, row_at(a.tail_k, a.k, unit.q_head, i), k(i));
+      const int64_t at = row_at(a.tail_g, a.g, unit.head, i);
+      if (gate_step(a) != 0)
+        copy(gate, at, decay(i));
+      else if (lane == 0)
+        copy_element(gate, at, decay(i));
+    }
   }
-  __device__ void make_whole_row(int i, const Own& key, const Own& gate, const float (&bias)[kOwn],
-                                 float rate) const {
+  __device__ void make_whole_row(int i, const float (&bias)[kOwn], float rate) const {
+    Own key, gate;
+    float head_gate = 0;
+    key.load(k(i), a.k.type, kOwn * lane);
+    if (gate_step(a) != 0)
+      gate.load(decay(i), a.g.type, kOwn * lane);
+    else
+      head_gate =
+          read_element(i < sure() ? a.tail_g : a.g, row_at(a.tail_g, a.g, unit.head, i), decay(i));
+    __syncwarp();  // floats take their place
     float x[kOwn], sum = 0;
     key.convert(a.k.type, x);
     write_own(x, k(i));
@@ -347,7 +360,7 @@ struct Rows {
       gate.convert(a.g.type, x);
     } else {
 #pragma unroll
-      for (float& y : x) y = float_of(gate.words[0], a.g.type);
+      for (float& y : x) y = head_gate;
     }
     make_decays(x, bias, rate);
     write_own(x, decay(i));
@@ -359,21 +372,10 @@ struct Rows {
     float bias[kOwn];
 #pragma unroll
     for (int c = 0; c < kOwn; ++c) bias[c] = bias_of(kOwn * lane + c);
-    const int end = sure() + count;
+    ptx::cp_async_wait<1>();
+    __syncwarp();
 #pragma unroll 1
-    for (int first = warp; first < end; first += kSide * warps) {
-      Own keys[kSide], gates[kSide];
-#pragma unroll
-      for (int j = 0; j < kSide; ++j) {
-        const int i = first + j * warps;
-        if (i < end)
-          load_own(a.tail_k, a.k, unit.q_head, i, &keys[j]), load_own_gates(i, &gates[j]);
-      }
-#pragma unroll
-      for (int j = 0; j < kSide; ++j)
-        if (first + j * warps < end)
-          make_whole_row(first + j * warps, keys[j], gates[j], bias, rate);
-    }
+    for (int i = warp; i < sure() + count; i += warps) make_whole_row(i, bias, rate);
   }
   /// Behind a barrier: a row may take the place of one of the tail. Keys that several value heads
   /// share are copied by a kernel behind.
