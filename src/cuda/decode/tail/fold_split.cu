@@ -132,7 +132,7 @@ struct Quad {
   uint32_t words[2] = {};
 
   __device__ uint32_t element(int c) const { return words[c / 2] >> 16 * (c % 2) & 0xffffu; }
-  /// kUpper: of the upper halves of words, else of the lower ones.
+  /// kUpper: of the upper 16 bits of words, else of the lower ones.
   template <bool kUpper>
   __device__ __forceinline__ static Quad of(const uint32_t (&x)[4]) {
     constexpr uint32_t kBytes = kUpper ? 0x7632 : 0x5410;
