@@ -42,15 +42,19 @@ def test_each_of_them_is_exact_and_has_bits_of_its_own():
         torch.testing.assert_close(found, BY_ORACLE, rtol=1e-4, atol=1e-5)
         assert not any(torch.equal(found, other) for other in (AUTO, BY_THREE, BY_FIVE, BY_ORACLE)[:i])
     assert torch.equal(outputs(plan_options=Options(context_parallel="off")), AUTO)  # "auto" cuts nothing on a CPU
+    rules = [outputs(plan_options=Options(context_parallel=rule)) for rule in ("flashkda", "cula")]
+    for found in rules:
+        torch.testing.assert_close(found, BY_ORACLE, rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(found, AUTO) for found in rules)  # they cut on a CPU too
 
 
 @pytest.mark.parametrize("name, value, error, allowed", [
-    ("context_parallel", "flashkda", ValueError, "'auto', 'off' or 1 to 1048576 segments, got 'flashkda'"),
-    ("context_parallel", 0, ValueError, "'auto', 'off' or 1 to 1048576 segments, got 0"),
-    ("context_parallel", (1 << 20) + 1, ValueError, "'auto', 'off' or 1 to 1048576 segments, got 1048577"),
-    ("context_parallel", 2.0, TypeError, "'auto', 'off' or a number of segments, got 2.0"),
-    ("context_parallel", True, TypeError, "'auto', 'off' or a number of segments, got True"),
-    ("context_parallel", None, TypeError, "'auto', 'off' or a number of segments, got None"),
+    ("context_parallel", "on", ValueError, "'auto', 'off', 'flashkda', 'cula' or 1 to 1048576 segments, got 'on'"),
+    ("context_parallel", 0, ValueError, "'auto', 'off', 'flashkda', 'cula' or 1 to 1048576 segments, got 0"),
+    ("context_parallel", (1 << 20) + 1, ValueError, "'cula' or 1 to 1048576 segments, got 1048577"),
+    ("context_parallel", 2.0, TypeError, "'auto', 'off', 'flashkda', 'cula' or a number of segments, got 2.0"),
+    ("context_parallel", True, TypeError, "'auto', 'off', 'flashkda', 'cula' or a number of segments, got True"),
+    ("context_parallel", None, TypeError, "'auto', 'off', 'flashkda', 'cula' or a number of segments, got None"),
     ("intra_form", "tokens", ValueError, "one of 'auto', 'tensor', 'token', got 'tokens'"),
     ("intra_form", 1, TypeError, "one of 'auto', 'tensor', 'token', got 1"),
     ("backend", None, TypeError, "a name as `kda info` lists it, or '', got None"),
@@ -80,9 +84,9 @@ def test_a_form_of_a_backend_that_has_one():
 
 def test_equal_options_have_one_number():
     assert Options().number == 0
-    made = [Options(), THREE, FIVE, ORACLE, Options(context_parallel="off"), Options(intra_form="token"),
-            Options(intra_form="tensor"), Options(batch_invariant=True), Options("off", batch_invariant=True),
-            Options(most_cut_bytes=0)]
+    made = [Options(), THREE, FIVE, ORACLE, Options(context_parallel="off"), Options("flashkda"), Options("cula"),
+            Options(intra_form="token"), Options(intra_form="tensor"), Options(batch_invariant=True),
+            Options("off", batch_invariant=True), Options(most_cut_bytes=0)]
     assert len({x.number for x in made}) == len(made)
     for x in made:
         same = Options(x.context_parallel, x.intra_form, x.backend, x.batch_invariant, x.most_cut_bytes)
@@ -156,7 +160,8 @@ def test_a_bad_word_in_the_environment(environment, text):
     environment(text)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^LIBKDA_CONTEXT_PARALLEL in the environment: context_parallel must be "
-                                             r"'auto', 'off' or 1 to 1048576 segments, got '?" + text):
+                                             r"'auto', 'off', 'flashkda', 'cula' or 1 to 1048576 segments, got '?"
+                           + text):
             outputs()
     assert torch.equal(outputs(plan_options=THREE), BY_THREE)
 

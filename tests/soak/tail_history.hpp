@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A history of a serving engine on a pool of boundary states and tails: prompts in pieces (on the
-// CPU), tokens, drafts and trees of drafts of which some are rejected, forks that read the state of
+// A history of a serving engine on a pool of boundary states and tails: prompts in pieces,
+// tokens, drafts and trees of drafts of which some are rejected, forks that read the state of
 // another slot, copies of slots with their tails, eviction and settling, beside rows without a
 // slot. All of it follows from (seed, number), and the device.
 //

@@ -18,7 +18,9 @@ from .._plugins.switches import text_of
 
 VARIABLE = "LIBKDA_CONTEXT_PARALLEL"
 _MOST_SEGMENTS = 1 << 20
-_POLICIES, _FORMS = {"auto": 0, "off": 1}, {"auto": 0, "tensor": 1, "token": 2}  # of kda.h
+# Numbers of kda.h.
+_POLICIES, _FORMS = {"auto": 0, "off": 1, "flashkda": 3, "cula": 4}, {"auto": 0, "tensor": 1, "token": 2}
+_NAMES = ", ".join(map(repr, _POLICIES))
 _FIXED = 2
 _WITH_FORMS = "cuda.sm80.staged"  # other backends have one form
 
@@ -28,7 +30,8 @@ class Options:
     """How the library plans a call (docs/planning.md). Results are exact with all of them.
 
     context_parallel: "auto" cuts long sequences over a GPU where that is predicted to gain; "off" never does; a number
-    cuts each into so many segments, of a forward where lengths are on the host. Decode is never cut.
+    cuts each into so many segments, "flashkda" and "cula" by the published rules of these libraries, of a forward where
+    lengths are on the host. Decode is never cut.
     intra_form: "tensor" or "token", of backend cuda.sm80.staged. backend: the name of an implementation, or a part of
     it between dots ("sm90.fused", "avx2"; `kda info` lists them); a backward that it has not is of the best one.
     batch_invariant: a sequence has the same bits whatever else is in the batch.
@@ -46,9 +49,9 @@ class Options:
     def __post_init__(self):
         cut = self.context_parallel
         if isinstance(cut, bool) or not isinstance(cut, (str, int)):
-            raise TypeError(f"context_parallel must be 'auto', 'off' or a number of segments, got {cut!r}")
+            raise TypeError(f"context_parallel must be {_NAMES} or a number of segments, got {cut!r}")
         if isinstance(cut, str) and cut not in _POLICIES or isinstance(cut, int) and not 1 <= cut <= _MOST_SEGMENTS:
-            raise ValueError(f"context_parallel must be 'auto', 'off' or 1 to {_MOST_SEGMENTS} segments, got {cut!r}")
+            raise ValueError(f"context_parallel must be {_NAMES} or 1 to {_MOST_SEGMENTS} segments, got {cut!r}")
         if not isinstance(self.intra_form, str):
             raise TypeError(f"intra_form must be one of {', '.join(map(repr, _FORMS))}, got {self.intra_form!r}")
         if self.intra_form not in _FORMS:
