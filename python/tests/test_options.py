@@ -321,6 +321,25 @@ def test_beside_several_processes():
             dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
+def test_a_sequence_alone_and_in_100_batches(device):
+    size, tokens, dtype = (16, 150, torch.float32) if device == "cpu" else (128, 19000, torch.bfloat16)
+    random = torch.Generator().manual_seed(2)
+    normal = lambda *shape: torch.randn(*shape, generator=random).to(device, dtype)
+    made = lambda T: dict({name: normal(1, T, H, size) for name in "qkv"}, g=-normal(1, T, H, size).abs(),
+                          beta=normal(1, T, H))
+    cu_seqlens = lambda lengths: torch.tensor([0, *lengths]).cumsum(0).int()
+    call = lambda x, lengths: chunk_kda(**x, **FLAGS, cu_seqlens=cu_seqlens(lengths),
+                                        plan_options=Options(batch_invariant=True))[0]
+    x, others = made(tokens), made(3 * tokens)
+    alone = call(x, [tokens])
+    for _ in range(100):
+        before, behind = ([int(n) for n in torch.randint(0, tokens // 2, (2,), generator=random)] for _ in range(2))
+        a, b = sum(before), sum(before) + sum(behind)
+        batch = {name: torch.cat([others[name][:, :a], x[name], others[name][:, a:b]], 1) for name in x}
+        assert torch.equal(call(batch, [*before, tokens, *behind])[:, a:a + tokens], alone)
+
+
 # ---- a GPU -----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.needs_cuda
