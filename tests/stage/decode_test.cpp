@@ -330,7 +330,7 @@ TEST(Decode, OneTokenOfBf16StatesHasTheBitsOfAPack) {
     for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK}) {
       DecodeShape s;
       s.K = s.V = 128;
-      s.heads = 86;
+      s.heads = test::on_cuda() ? 86 : 3;  // a GPU packs 256 states and more
       s.layout = layout;
       s.state_dtype = s.dtype = DType::kBFloat16;
       Decode rows = make_decode(s);
