@@ -291,10 +291,9 @@ def test_the_result_and_its_table(bench, monkeypatch, a_card):
         torch="2.11", triton="3.6", libkda="0", engines=engine_sources.WHEELS, rows=rows))
     lines = tables.table_gpu_engine_layers().splitlines()
     assert f"vLLM {engine_sources.WHEELS['vllm']}" in lines[0]
-    assert ("| vLLM, KDA | prefill | 2,048 | 8 / 8 | 300 us | 200 us | 1.50x | 200 us | 80.0 us | 2.50x | libkda |"
-            in lines)
-    assert any(line.endswith("| 1.50x |  |  |  | the engine's own |") for line in lines)
+    assert "| prefill | 2,048; 8 / 8 | 300 / 200 (1.50x) | 200 / 80.0 (2.50x) | libkda |  |  |  |" in lines
+    assert any(line.endswith("|  |  |  | 300 / 200 (1.50x) |  | own |") for line in lines)
     least = libkda._plugins.measured.LEAST["vllm", "kda", "decode"]
     for count in (255, 256):
-        who = "libkda" if count * 8 >= least else "the engine's own"
-        assert any(f"| decode | {count} |" in line and line.endswith(f"| {who} |") for line in lines)
+        who = "libkda" if count * 8 >= least else "own"
+        assert any(f"| decode | {count}; 8 / 8 |" in line and f"| {who} |" in line for line in lines)

@@ -51,7 +51,8 @@ def test_each_of_them_is_exact_and_has_bits_of_its_own():
 @pytest.mark.parametrize("name, value, error, allowed", [
     ("context_parallel", "on", ValueError, "'auto', 'off', 'flashkda', 'cula' or 1 to 1048576 segments, got 'on'"),
     ("context_parallel", 0, ValueError, "'auto', 'off', 'flashkda', 'cula' or 1 to 1048576 segments, got 0"),
-    ("context_parallel", (1 << 20) + 1, ValueError, "'cula' or 1 to 1048576 segments, got 1048577"),
+    ("context_parallel", (1 << 20) + 1, ValueError,
+     "'auto', 'off', 'flashkda', 'cula' or 1 to 1048576 segments, got 1048577"),
     ("context_parallel", 2.0, TypeError, "'auto', 'off', 'flashkda', 'cula' or a number of segments, got 2.0"),
     ("context_parallel", True, TypeError, "'auto', 'off', 'flashkda', 'cula' or a number of segments, got True"),
     ("context_parallel", None, TypeError, "'auto', 'off', 'flashkda', 'cula' or a number of segments, got None"),
