@@ -183,7 +183,7 @@ def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indi
         slots = _numbers(cache_steps, scratch.device).add(intermediate_state_indices[:N, None], alpha=steps)
         if cache_steps == 1:
             slots = torch.nn.functional.pad(slots, (0, 1), value=-1)  # of a second draft that is not there
-        # Slots below 1 become -1 here: a lowest slot of the call would hold for drafts too, whose row 0 has number 0.
+        # Not first_slot: it would be one of the drafts' slots too, of which row 0 has number 0.
         committed = torch.threshold(cache_indices[:N], FIRST_SLOT - 1, -1)
         return serving.verify(
             q, k, v, gates(a, ssm_states), _betas(b), ssm_states, committed, cu_seqlens=query_start_loc,

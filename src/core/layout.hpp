@@ -62,9 +62,6 @@ inline int64_t slot_or_none(const Problem& p, int64_t index) {
   return index < p.first_slot ? -1 : index;
 }
 
-/// Lets an index name every slot, for states that have no null block.
-inline void name_all_slots(Problem* p) { p->first_slot = 0; }
-
 /// Slot that entry `i` of a buffer's index array names (slot i without one); -1: none.
 inline int64_t state_slot(const Problem& p, const StateDesc& state, const int32_t* indices,
                           int64_t i) {

@@ -5,7 +5,6 @@
 // run are looked up in cu_seqlens; a sequence's states belong to the thread where it begins, which
 // reads the old state before it writes the new one. Sums of gradients go to memory run by run.
 #include "cuda/launch/launch.cuh"
-
 #include "cuda/layer/vectors.cuh"
 #include "cuda/tile/elements.cuh"
 

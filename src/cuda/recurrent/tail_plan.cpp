@@ -41,7 +41,7 @@ Problem inner_problem(const Problem& p) {
   inner.initial_state_mask = false;
   if (p.tail->split) {  // fp32 states of its own, [N], with all bits
     inner.initial_state = states(p, DType::kFloat32, p.num_sequences, true);
-    name_all_slots(&inner);
+    inner.first_slot = 0;
   }
   inner.final_state = inner.initial_state;
   inner.zero_skipped = zeroes_skipped(p);
