@@ -15,6 +15,7 @@
 #include "check/tolerances.hpp"
 #include "core/convert.hpp"
 #include "core/layout.hpp"
+#include "cuda/gdn/identities.hpp"
 #include "cuda/gdn/inputs.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "support/backward.hpp"
@@ -248,6 +249,13 @@ TEST_F(GdnBackward, GradientsOfAnySize) {
     test::scale_by(&buffers.d_final_state, DType::kFloat32, [=](int64_t) { return size; });
     expect_within(inputs, buffers, "d_o times " + std::to_string(size));
   }
+  GradientBuffers buffers = gradients_of(inputs);
+  check::Random random(5);
+  std::vector<double> sizes(100);
+  for (double& size : sizes) size = std::exp2(std::floor(random.uniform(-24, 1)));
+  test::scale_by(&buffers.d_o, DType::kBFloat16,
+                 [&](int64_t i) { return sizes[static_cast<std::size_t>(i / 256)]; });
+  expect_within(inputs, buffers, "d_o over 2^24");
 }
 
 /// Large terms of later tokens cost earlier tokens no digits, because nothing is subtracted.
@@ -287,6 +295,32 @@ TEST_F(GdnBackward, ZerosBehindALoss) {
   for (const io::Buffer* rows :
        {&buffers.dq, &buffers.dk, &buffers.dv, &buffers.dg, &buffers.dbeta})
     EXPECT_TRUE(test::rows_are_zero(*rows, 150, kLast + 1, 150));
+}
+
+// ---- what holds without a reference
+
+/// Of the heads of a layer on a GPU, whole and in segments.
+TEST_F(GdnBackward, EquationsWithoutAReference) {
+  const int64_t tokens = test::emulated() ? 130 : 4096, H = test::emulated() ? 1 : 16;
+  for (const auto& [gates, segments] :
+       {std::pair<Gates, int64_t>{Gates::kSlow, 0}, {Gates::kZero, 2}, {Gates::kNeedle, 0}}) {
+    const Inputs inputs = test::gdn::of_the_recurrence(gates, tokens, H, 2 * H);
+    const test::gdn::Training all(inputs, gradients_of(inputs), "gdn", segments);
+    test::gdn::Sides of_gates;
+    all.add_gates_of(0, all, &of_gates);
+    all.add_gates_of(64, all.behind(64, "gdn"), &of_gates);
+    const std::vector<double> E = all.what_steps_find("gdn");
+    const std::pair<const char*, double> errors[] = {{"queries", all.of_queries()},
+                                                     {"keys", all.of_keys(E)},
+                                                     {"steps", all.of_steps(E)},
+                                                     {"gates", of_gates.error()},
+                                                     {"values", all.of_all_values()}};
+    for (const auto& [name, error] : errors) {
+      EXPECT_LE(error, 0.01) << name << ", gates " << test::gdn::name_of(gates);
+      if (std::getenv("KDA_TEST_VERBOSE"))
+        std::printf("  %-28s %-16s %.2e\n", test::gdn::name_of(gates), name, error);
+    }
+  }
 }
 
 // ---- states
