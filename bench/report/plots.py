@@ -440,16 +440,17 @@ def step_of(most):
     return step, math.ceil(most / step)
 
 
-def figure_loss():
-    report = load("gpu_loss_curve")
+def losses_of(name, title, model, peer, peer_name):
+    """Losses of two implementations by step, from a result of bench/train/loss_curve.py."""
+    report = load(name)
     rows = {r["implementation"]: r for r in report["cases"]}
     steps = report["steps"]
-    figure = Figure(860, 364, "Training with libkda and with FLA: the same losses",
-                    f'{card_of(report)}, {report["date"]}; examples/language_model, width {report["width"]}, {report["layers"]} '
-                    f'layers, {report["batch"]} x {report["tokens"]} bytes a step, bf16; FLA {report["fla"]}')
+    figure = Figure(860, 364, title,
+                    f'{card_of(report)}, {report["date"]}; {model}, width {report["width"]}, {report["layers"]} '
+                    f'layers, {report["batch"]} x {report["tokens"]} bytes a step, bf16; {peer_name} {report[peer]}')
     names = {who: f'{name}, {1e3 * rows[who]["seconds_a_step"]:.1f} ms a step'
-             for who, name in (("fla", "FLA"), ("libkda", "libkda"))}
-    figure.key(62, 60, [(names["fla"], PEER), (names["libkda"], OURS)], step=220)
+             for who, name in ((peer, peer_name), ("libkda", "libkda"))}
+    figure.key(62, 60, [(names[peer], PEER), (names["libkda"], OURS)], step=220)
     across, up = Axis(0, steps, 62, 820), Axis(0, 8, 320, 90)
     for value in range(0, 9, 2):
         figure.line(62, up(value), 820, up(value), opacity=0.25)
@@ -459,11 +460,21 @@ def figure_loss():
     figure.text(441, 354, "step", anchor="middle")
     figure.text(62, 84, "bits a byte", size=11)
     figure.text(820, 84, "means of 10 steps", anchor="end", size=11)
-    for who, color, width in (("fla", PEER, 5.0), ("libkda", OURS, 2.0)):
+    for who, color, width in ((peer, PEER, 5.0), ("libkda", OURS, 2.0)):
         losses = rows[who]["losses"]
         means = [(first + 5, sum(losses[first:first + 10]) / 10) for first in range(0, steps, 10)]
         figure.curve([(across(i), up(x)) for i, x in means], color, width)
     return figure
+
+
+def figure_loss():
+    return losses_of("gpu_loss_curve", "Training with libkda and with FLA: the same losses", "examples/language_model",
+                     "fla", "FLA")
+
+
+def figure_loss_gdn():
+    return losses_of("gpu_loss_curve_gdn", "Training a Gated DeltaNet hybrid with libkda and in torch: the same losses",
+                     "bench/train/hybrid.py", "torch", "torch")
 
 
 def figure_many_cards():

@@ -436,17 +436,22 @@ def table_gpu_train_errors():
     return head + markdown(["gates", *names], rows) + source(report)
 
 
-def table_gpu_loss_curve():
+def table_gpu_loss_curve(name="gpu_loss_curve"):
     """Means over 10 steps, since single losses scatter."""
-    report = load("gpu_loss_curve")
+    report = load(name)
     steps = [10, 50, 100, 200, report["steps"]]
     mean = lambda losses, step: f"{sum(losses[step - 10:step]) / 10:.3f}"
-    rows = [[{"fla": f'FLA {report["fla"]}'}.get(r["implementation"], r["implementation"]),
+    names = {"fla": f'FLA {report["fla"]}', "torch": "torch, in fp32"}
+    rows = [[names.get(r["implementation"], r["implementation"]),
              *(mean(r["losses"], step) for step in steps), milliseconds(r["seconds_a_step"])] for r in report["cases"]]
     return (f'{gpu_of(report)}; torch {report["torch"]}, triton {report["triton"]}\n\n'
             f'{report["batch"]} x {report["tokens"]:,} bytes a step, {report["layers"]} layers of width {report["width"]}. '
             f'Bits a byte, mean of the 10 steps up to:\n\n'
             + markdown(["", *(f"step {step}" for step in steps), "a step takes"], rows) + source(report))
+
+
+def table_gpu_loss_curve_gdn():
+    return table_gpu_loss_curve("gpu_loss_curve_gdn")
 
 
 def case_in_short(case):
