@@ -22,9 +22,9 @@ INTRA_FORMS = {"auto": 0, "tensor": 1, "token": 2}
 POLICIES = {"auto": 0, "off": 1, "flashkda": 3, "cula": 4}
 
 
-def results_like(t):
+def results_like(t, make=torch.empty_like):
     """Memory for a gradient of t. That of one gate a head, whose last stride is 0, is one a head too."""
-    return torch.empty_like(t) if t.stride(-1) else torch.empty_like(t[..., 0])[..., None].expand_as(t)
+    return make(t) if t.stride(-1) else make(t[..., 0])[..., None].expand_as(t)
 
 
 class Library:
@@ -176,7 +176,8 @@ class Library:
 
         def backward_alone():
             """A callable that returns the gradients, always in the same tensors."""
-            outputs = {n: torch.full_like(t, float("nan")) for n, t in results.items()}
+            unwritten = lambda t: torch.full_like(t, float("nan"))
+            outputs = {n: results_like(t, unwritten) for n, t in results.items()}
             memory, *room = workspace(backward_bytes)
             gradients = pointers(outputs)
 
