@@ -299,7 +299,7 @@ TEST_F(GdnBackward, ZerosBehindALoss) {
 
 // ---- what holds without a reference
 
-/// Of the heads of a layer on a GPU, whole and in segments.
+/// A GPU takes the heads of a layer; whole and in segments.
 TEST_F(GdnBackward, EquationsWithoutAReference) {
   const int64_t tokens = test::emulated() ? 130 : 4096, H = test::emulated() ? 1 : 16;
   for (const auto& [gates, segments] :
