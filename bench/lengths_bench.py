@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """What it costs in Python that lengths are on the GPU alone: chunk_kda with a copy of them on the host and without one,
-prefill on a pool without one, and the backward of a training step with and without one. Times of the GPU and of the
-host, in microseconds, medians.
+prefill on a pool without one, the same by SGLang's plugin with and without a state on the way, and the backward of a
+training step with and without one. Times of the GPU and of the host, in microseconds, medians.
 
     python3 bench/lengths_bench.py --binaries build --json bench/results/gpu_lengths_python.json
 
@@ -22,6 +22,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 D, REPEATS, HOST_CALLS = 128, 15, 40
 SLEEP_CYCLES = 4_000_000  # while the host launches: no gap is counted
 BACKWARDS = ("32K --heads 4",)  # cases of which a step's backward is timed too
+STEPS = ("512 --heads 12",)  # cases of which a training step is timed too: its host time
+TRACKED = ("64K --heads 8", "32K,1K --heads 12")  # cases of which SGLang keeps a state on the way
 
 
 def cases():
@@ -80,11 +82,42 @@ def forwards(libkda, lengths, heads):
             "prefill": lambda: libkda.prefill(**x, pool=pool, slots=slots, cu_seqlens=cu)}
 
 
-def backwards(libkda, lengths, heads):
+def tracked(lengths, heads):
+    """SGLang's prefill by the plugin. Where it tracks, a sequence leaves the state in front of its last whole chunk but
+    one, as for a prefix that is kept."""
+    from libkda import sglang
+    x = inputs(sum(lengths), heads)
+    cu, N = torch.tensor([0, *lengths]).cumsum(0).int().cuda(), len(lengths)
+    pool, kept = (torch.zeros(N + 1, heads, D, D, device="cuda") for _ in range(2))
+    slots = torch.arange(1, N + 1, device="cuda", dtype=torch.int32)
+    chunks = torch.tensor([length // 64 - 1 for length in lengths], device="cuda", dtype=torch.int32)
+    call = lambda **state: sglang.extend(
+        None, *(x[n] for n in ("q", "k", "v", "g", "beta")), ssm_states=pool, cache_indices=slots, query_start_loc=cu,
+        A_log=x["A_log"], lower_bound=x["lower_bound"], beta_is_raw=True, **state)
+    return {"sglang": call, "sglang, tracked": lambda: call(track_state=kept[1:], track_chunk_idx=chunks)}
+
+
+def training(lengths, heads):
+    """(inputs, the leaves among them, lengths on the GPU and on the host) of a step."""
     x = inputs(sum(lengths), heads)
     leaves = [x[n].requires_grad_() for n in ("q", "k", "v", "g", "beta", "A_log")]
     cpu = torch.tensor([0, *lengths]).cumsum(0)
-    cu = cpu.cuda()
+    return x, leaves, cpu.cuda(), cpu
+
+
+def step(libkda, lengths, heads):
+    x, leaves, cu, _ = training(lengths, heads)
+    d_o = torch.randn_like(x["v"])
+
+    def run():
+        o, _ = libkda.chunk_kda(**x, cu_seqlens=cu)
+        torch.autograd.grad(o, leaves, d_o)
+
+    return {"training step": run}
+
+
+def backwards(libkda, lengths, heads):
+    x, leaves, cu, cpu = training(lengths, heads)
 
     def backward(**more):
         o, _ = libkda.chunk_kda(**x, cu_seqlens=cu, **more)
@@ -97,14 +130,21 @@ def backwards(libkda, lengths, heads):
 def measure(libkda, name, lengths, heads):
     times = lambda calls: {what: {"gpu_us": gpu_us(call), "host_us": host_us(call)} for what, call in calls.items()}
     with torch.no_grad():
-        row = {"case": name} | times(forwards(libkda, lengths, heads))
-    if name in BACKWARDS:
-        row.update(times(backwards(libkda, lengths, heads)))
+        row = {"case": f"--seq-lens {name}"} | times(forwards(libkda, lengths, heads))
+        if name in TRACKED:
+            row.update(times(tracked(lengths, heads)))
+    for names, calls in ((BACKWARDS, backwards), (STEPS, step)):
+        if name in names:
+            row.update(times(calls(libkda, lengths, heads)))
     ratio = lambda a, b, kind: round(row[a][kind] / row[b][kind], 3)
     row["GPU to host lengths"] = ratio("GPU lengths", "host lengths", "gpu_us")
     row["prefill to chunk_kda"] = [ratio("prefill", "GPU lengths", kind) for kind in ("gpu_us", "host_us")]
     if name in BACKWARDS:
         row["backward, GPU to host lengths"] = ratio("backward, GPU lengths", "backward, host lengths", "gpu_us")
+    if name in TRACKED:
+        row["tracked to not tracked"] = ratio("sglang, tracked", "sglang", "gpu_us")
+    if name in STEPS:
+        row["training step to chunk_kda"] = ratio("training step", "GPU lengths", "host_us")
     return row
 
 

@@ -298,6 +298,40 @@ def table_gpu_segments():
             + source(report, peers))
 
 
+def geometric_mean(values):
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def percent_range(values):
+    low, high = (f"{100 * x:+.0f}%" for x in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def table_gpu_policies():
+    """The published policies beside `auto`, then what each declines, by its reason. A card must have run it once."""
+    report = load("gpu_context_parallel")
+    if "policies" not in report:
+        return "No card has run the published policies with `./dev gpu-bench context-parallel` yet."
+    found = {}
+    for row in report["policies"]:
+        found.setdefault(row["policy"], {})[row["set"], row["case"]] = row
+    auto, rows = found["auto"], []
+    for policy, cases in found.items():
+        cut = [row["off_s"] / row["on_s"] for row in cases.values() if row["segments"]]
+        beside = [row["on_s"] / auto[case]["on_s"] for case, row in cases.items()]
+        said = [row["predicted_s"] / row["on_s"] - 1 for row in cases.values() if row["predicted_s"]]
+        rows.append([f"`{policy}`", f"{len(cut)} of {len(cases)}", f"{geometric_mean(cut):.2f}x" if cut else "",
+                     "" if policy == "auto" else f"{geometric_mean(beside):.2f}x", percent_range(said) if said else ""])
+    text = markdown(["policy", "cuts", "off / on of those (geometric mean)", "time / `auto`'s, all cases",
+                     "prediction beside the time"], rows)
+    reasons = {}
+    for row in report["declined"]:
+        reasons.setdefault((row["policy"], row["reason"].partition(":")[0]), []).append(row["overhead"])
+    declined = [[f"`{policy}`", reason, str(len(costs)), percent_range(costs)] for (policy, reason), costs in reasons.items()]
+    return (f"{gpu_head(report)}{text}\n\n"
+            + markdown(["declined by", "why", "cases", "time beside `off`"], declined) + source(report))
+
+
 def launch_cell(times, segments):
     """us of the segments, of what the merge adds and the correction, and of all of it; of all alone where nothing is cut.
     Two segments need no merge."""
@@ -342,6 +376,20 @@ def table_gpu_lengths():
     header = ["case", *(cell for what in ("forward", "backward")
                         for cell in (f"{what}, lengths on the host (segments)", "on the GPU", "not cut", "GPU / host"))]
     return gpu_head(report) + markdown(header, rows) + source(report)
+
+
+def table_gpu_lengths_python():
+    """Calls of Python by where their lengths are: times of the GPU and of the host. A card must have run it once."""
+    if not (RESULTS / "gpu_lengths_python.json").exists():
+        return "No card has run `python3 bench/lengths_bench.py` yet."
+    report = load("gpu_lengths_python")
+    cell = lambda row, what: f'{row[what]["gpu_us"]:,.0f}, {row[what]["host_us"]:.0f}' if what in row else ""
+    columns = {"`chunk_kda`, lengths on the host": "host lengths", "on the GPU": "GPU lengths", "`prefill`": "prefill",
+               "SGLang": "sglang", "SGLang, tracked": "sglang, tracked", "backward, on the host": "backward, host lengths",
+               "backward, on the GPU": "backward, GPU lengths", "training step": "training step"}
+    rows = [[f'`{row["case"]}`', *(cell(row, what) for what in columns.values())] for row in report["cases"]]
+    return (f'{gpu_of(report)}; torch {report["torch"]}\n\n' + markdown(["us of the GPU, of the host", *columns], rows)
+            + source(report))
 
 
 def cudnn_means(report):

@@ -41,15 +41,15 @@ else:
 
 
 class Policies(unittest.TestCase):
-    def setUp(self):
-        self.folder = tempfile.TemporaryDirectory()
-        self.kda = pathlib.Path(self.folder.name) / "kda"
-        self.kda.write_text(textwrap.dedent(STAND_IN))
-        self.kda.chmod(self.kda.stat().st_mode | stat.S_IXUSR)
-        self.report = gpu_bench.run_bench(self.kda, "context-parallel", ["context_parallel"])
-
-    def tearDown(self):
-        self.folder.cleanup()
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = pathlib.Path(folder.name)
+        kda = cls.folder / "kda"
+        kda.write_text(textwrap.dedent(STAND_IN))
+        kda.chmod(kda.stat().st_mode | stat.S_IXUSR)
+        cls.report = gpu_bench.run_bench(kda, "context-parallel", ["context_parallel"])
 
     def test_rows_of_every_policy(self):
         rows = self.report["policies"]
@@ -80,6 +80,16 @@ class Policies(unittest.TestCase):
         text = gpu_bench.policy_table(json.loads(json.dumps(self.report)))
         self.assertIn(f"{CASES[1]} | 200.0 | 50.0 (", text)
         self.assertIn(f"declined by cula: {CASES[0]}: +5.0% beside off (cuda.cula; cula guard 1: ", text)
+
+    def test_table(self):
+        self.addCleanup(setattr, tables, "RESULTS", tables.RESULTS)
+        tables.RESULTS = self.folder
+        head = dict(device="a card", driver="1", toolkit="13", date="2026-01-01", command="a command", families={})
+        (tables.RESULTS / "gpu_context_parallel.json").write_text(json.dumps(head | self.report))
+        text = tables.table_gpu_policies()
+        cut = sum(1 for row in self.report["policies"] if row["policy"] == "cula" and row["segments"])
+        self.assertIn(f"| `cula` | {cut} of 3 | 4.00x | ", text)
+        self.assertRegex(text, r"\| `cula` \| cula guard 1 \| \d \| \+5% \|")
 
 
 class Launches(unittest.TestCase):
