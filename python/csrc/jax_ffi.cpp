@@ -31,6 +31,8 @@ struct Options {
   int64_t gate_mode, beta_mode, state_layout, first_slot;
   double lower_bound, scale;
   bool has_scale, qk_l2norm;
+  int64_t context_parallel, num_segments;  // of the plan
+  bool batch_invariant;
 };
 
 }  // namespace libkda
@@ -40,7 +42,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("gate_mode"), StructMember<int64_t>("beta_mode"),
     StructMember<int64_t>("state_layout"), StructMember<int64_t>("first_slot"),
     StructMember<double>("lower_bound"), StructMember<double>("scale"),
-    StructMember<bool>("has_scale"), StructMember<bool>("qk_l2norm"));
+    StructMember<bool>("has_scale"), StructMember<bool>("qk_l2norm"),
+    StructMember<int64_t>("context_parallel"), StructMember<int64_t>("num_segments"),
+    StructMember<bool>("batch_invariant"));
 
 namespace libkda {
 namespace {
@@ -178,9 +182,11 @@ struct Device {
   int32_t ordinal = -1;  // of CUDA; below 0: the CPU
 
   bool on_cpu() const { return ordinal < 0; }
-  kda_plan_options plan_options() const {
+  kda_plan_options plan_options(const Options& of_call) const {
     kda_plan_options options;
     kda_plan_options_init(&options);
+    options.context_parallel = static_cast<int32_t>(of_call.context_parallel);
+    options.num_segments = of_call.num_segments;
     if (!on_cpu()) check(kda_plan_options_cuda(&options, ordinal));
     return options;
   }
@@ -224,7 +230,7 @@ kda_plan_cache* plans() {
 class Call {
  public:
   Call(const Device& device, const Options& options, const ffi::RemainingArgs& arguments)
-      : device_(device), options_(options), plan_options_(device.plan_options()) {
+      : device_(device), options_(options), plan_options_(device.plan_options(options)) {
     for (int name = 0; name < kNames; ++name)
       if (options.given >> name & 1) inputs_[name] = next(arguments, kRanks[name]);
     batch_.assign(inputs_[kQ].batch.size(), 1);
@@ -262,6 +268,7 @@ class Call {
     p.state_layout = static_cast<int32_t>(options_.state_layout);
     p.lower_bound = options_.lower_bound, p.scale = options_.scale;
     p.has_scale = options_.has_scale, p.qk_l2norm = options_.qk_l2norm;
+    p.batch_invariant = options_.batch_invariant;
     p.stream = device_.stream;
     kda_tensor* const tensors[] = {&p.q, &p.k, &p.v, &p.g, &p.beta, &p.A_log, &p.dt_bias};
     for (int name = kQ; name <= kDtBias; ++name)

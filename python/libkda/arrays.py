@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
 from ._binding import repeats
 from ._binding.dlpack import CPU, CUDA, FP32, View, new_numpy
 from ._binding.library import I64, PTR, GradientTensors, check, library, new_options, new_problem, plan_cache
+from ._binding.policies import expect_invariant, policy_of
 from ._binding.repeats import Memory, Plan
 from ._binding.rules import LAST_SLOT, RULES, in_words_of, integer, number
 
@@ -75,7 +76,8 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
             state_layout: StateLayout = "kv", output_final_state: bool = False, o: Array | None = None,
             final_state: Array | None = None, workspace: Array | None = None, stream: int = 0,
             num_threads: int = 0, has_state: Array | None = None, kept: Kept | None = None,
-            head_map: HeadMap = "grouped") -> tuple[Any, Any]:
+            head_map: HeadMap = "grouped", context_parallel: str | int = "auto",
+            batch_invariant: bool = False) -> tuple[Any, Any]:
     """The forward pass; formulas and modes as in docs/operation.md.
 
     q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K], or [B, T, HV]: one gate a head; beta [B, T, HV]; float32,
@@ -86,6 +88,7 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
     for a backward(). head_map "tiled": value head j reads q/k head j % H, not j // (HV // H) as with "grouped".
     On a GPU: o, final_state (if asked for), workspace (a dense array of any type, of at least workspace_bytes(),
     aligned to 64) and stream (an integer handle).
+    context_parallel and batch_invariant as of libkda.Options (docs/planning.md); workspace_bytes() has the same.
     Returns (o [B, T, HV, V] of v's type, final_state or None). ValueError or TypeError names an argument that does
     not fit; nothing is written then.
     """
@@ -94,7 +97,8 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
                                  initial_state=initial_state, has_state=has_state, o=o, final_state=final_state)
     if cu_seqlens is None and kept is None:
         key = repeats.key_of("forward", given, (scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout,
-                                                 output_final_state, stream, num_threads, head_map))
+                                                 output_final_state, stream, num_threads, head_map, context_parallel,
+                                                 batch_invariant))
         done = repeats.run(key, given)
         if done is not None:
             return done["o"], done["final_state"]
@@ -110,6 +114,7 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
         final_state = new_numpy(call.states(call.sequences), FP32, "final_state")
     if final_state is not None:
         call.set_state("final_state", call.written("final_state", final_state), call.sequences)
+    call.set_schedule(context_parallel, batch_invariant)
     call.run(workspace, stream, num_threads, kept)
     made = {name: array for name, array in dict(o=o, final_state=final_state).items() if array is not given[name]}
     call.remember(key, given, made)
@@ -189,7 +194,8 @@ def workspace_bytes(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_lo
                     gate_mode: GateMode = "log", beta_mode: BetaMode = "plain", lower_bound: float = -5.0,
                     qk_l2norm: bool = False, state_layout: StateLayout = "kv", output_final_state: bool = False,
                     state: Array | None = None, indices: Array | None = None, has_state: Array | None = None,
-                    first_slot: int = 0, head_map: HeadMap = "grouped") -> int:
+                    first_slot: int = 0, head_map: HeadMap = "grouped", context_parallel: str | int = "auto",
+                    batch_invariant: bool = False) -> int:
     """Bytes of workspace that forward() of the same arguments takes on a GPU, or decode() if `state` is given."""
     call = _Call("forward" if state is None else "decode", q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale,
                  gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout, head_map)
@@ -205,6 +211,7 @@ def workspace_bytes(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_lo
     if output_final_state:
         _describe_dense(p.final_state.tensor, FP32, call.states(call.sequences))
         p.final_state.num_slots, p.final_state.present = call.sequences, 1
+    call.set_schedule(context_parallel, batch_invariant)
     return call.plan(call.options(0)).workspace_bytes
 
 
@@ -214,7 +221,7 @@ class _Call:
     def __init__(self, function, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
                  qk_l2norm, state_layout, head_map):
         self.words = functools.partial(in_words_of, f"arrays.{function}")
-        self.views, self.device = {}, None
+        self.views, self.device, self.policy = {}, None, (0, 0)
         q, k, v, g, beta = (self.view(n, x) for n, x in dict(q=q, k=k, v=v, g=g, beta=beta).items())
         for x in (q, v):
             if len(x.shape) != 4:
@@ -316,6 +323,10 @@ class _Call:
             raise ValueError(f"{name} must be dense, got strides {list(view.strides)}")
         return view.data
 
+    def set_schedule(self, context_parallel, batch_invariant):
+        self.policy = policy_of(context_parallel)
+        self.problem.batch_invariant = expect_invariant(batch_invariant)
+
     def set_output(self, o) -> Any:
         o = new_numpy(self.output, self.views["v"].dtype, "o") if o is None else o
         self.written("o", o).describe(self.problem.o, self.output)
@@ -334,6 +345,7 @@ class _Call:
         elif self.device[0] != CPU:
             raise ValueError("q must be on the CPU or on a CUDA device")
         options.num_threads = integer("num_threads", num_threads, 0, LAST_SLOT)
+        options.context_parallel, options.num_segments = self.policy
         return options
 
     def plan(self, options):

@@ -35,6 +35,7 @@ except ImportError as error:
 
 from ._binding.library import FOLDER
 from ._binding.library import library as c_abi
+from ._binding.policies import expect_invariant, policy_of
 from ._binding.rules import LAST_SLOT, RULES, Sizes, check_heads, integer, number, refuse_type
 from .arrays import BETA_MODES, GATE_MODES, STATE_LAYOUTS, BetaMode, GateMode, StateLayout, _choice
 
@@ -46,16 +47,17 @@ _INTEGERS = ("has_state", "indices", "cu_seqlens")
 
 def forward(q, k, v, g, beta, *, A_log=None, dt_bias=None, initial_state=None, has_state=None, cu_seqlens=None,
             scale: float | None = None, gate_mode: GateMode = "log", beta_mode: BetaMode = "plain",
-            lower_bound: float = -5.0, qk_l2norm: bool = False,
-            state_layout: StateLayout = "kv") -> tuple[jax.Array, jax.Array]:
-    """The forward pass, with initial_state [N, HV, K, V]. Returns (o [B, T, HV, V] of v's type, final state
-    [N, HV, K, V] in float32). It has gradients of all arguments but has_state and cu_seqlens, in reverse mode and of
+            lower_bound: float = -5.0, qk_l2norm: bool = False, state_layout: StateLayout = "kv",
+            context_parallel: str | int = "auto", batch_invariant: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The forward pass, with initial_state [N, HV, K, V]. context_parallel and batch_invariant as of libkda.Options
+    (docs/planning.md). Returns (o [B, T, HV, V] of v's type, final state [N, HV, K, V] in float32). It has gradients of all arguments but has_state and cu_seqlens, in reverse mode and of
     first order."""
     arguments = _checked("jax.forward", state_layout, q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
                          cu_seqlens=cu_seqlens, initial_state=initial_state, has_state=has_state)
     if has_state is not None and initial_state is None:
         raise ValueError("has_state is given without initial_state")
-    options = _options(_FORWARD, 0, scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout)
+    options = _options(_FORWARD, 0, scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout, context_parallel,
+                       batch_invariant)
     return _forward(options, *_operands(arguments, "initial_state"))
 
 
@@ -74,21 +76,26 @@ def decode(q, k, v, g, beta, state, *, indices=None, first_slot: int = 0, has_st
 def prefill(q, k, v, g, beta, state, indices, *, first_slot: int = 0, has_state=None, cu_seqlens=None, A_log=None,
             dt_bias=None, scale: float | None = None, gate_mode: GateMode = "log", beta_mode: BetaMode = "plain",
             lower_bound: float = -5.0, qk_l2norm: bool = False,
-            state_layout: StateLayout = "kv") -> tuple[jax.Array, jax.Array]:
+            state_layout: StateLayout = "kv", context_parallel: str | int = "auto",
+            batch_invariant: bool = False) -> tuple[jax.Array, jax.Array]:
     """Prompts, or the next pieces of them, on a pool state [slots, HV, K, V]: sequence n goes on from slot indices[n],
     or with has_state[n] False from zero, and leaves its state there. An index that is none, as of decode(): the
-    sequence starts from zero and its state is not stored. Returns (o, the pool), as decode() does; no gradients."""
+    sequence starts from zero and its state is not stored. Options as of forward(). Returns (o, the pool), as decode()
+    does; no gradients."""
     return _in_place(_PREFILL, q, k, v, g, beta, state, indices, first_slot, has_state, cu_seqlens, A_log, dt_bias,
-                     scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout)
+                     scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout, context_parallel,
+                     batch_invariant)
 
 
 def _in_place(kind, q, k, v, g, beta, state, indices, first_slot, has_state, cu_seqlens, A_log, dt_bias, scale,
-              gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout):
+              gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout, context_parallel="auto",
+              batch_invariant=False):
     rules = "jax.decode" if kind == _DECODE and indices is None else "jax.pool"
     arguments = _checked(rules, state_layout, q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
                          cu_seqlens=cu_seqlens, state=state, indices=indices, has_state=has_state)
     first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
-    options = _options(kind, first_slot, scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout)
+    options = _options(kind, first_slot, scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout,
+                       context_parallel, batch_invariant)
     return _update(options, *_operands(arguments, "state"))
 
 
@@ -130,15 +137,18 @@ def _array(name, value):
         raise TypeError(f"{name} must be an array, got {type(value).__name__}") from None
 
 
-def _options(kind, first_slot, scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout):
+def _options(kind, first_slot, scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout, context_parallel,
+             batch_invariant):
     """The attributes of a call."""
+    policy, segments = policy_of(context_parallel)
     return (("call", np.int64(kind)), ("first_slot", np.int64(first_slot)),
             ("gate_mode", np.int64(_choice("gate_mode", gate_mode, GATE_MODES))),
             ("beta_mode", np.int64(_choice("beta_mode", beta_mode, BETA_MODES))),
             ("state_layout", np.int64(_choice("state_layout", state_layout, STATE_LAYOUTS))),
             ("lower_bound", np.float64(number("lower_bound", lower_bound))),
             ("scale", np.float64(0 if scale is None else number("scale", scale))), ("has_scale", scale is not None),
-            ("qk_l2norm", bool(qk_l2norm)))
+            ("qk_l2norm", bool(qk_l2norm)), ("context_parallel", np.int64(policy)), ("num_segments", np.int64(segments)),
+            ("batch_invariant", expect_invariant(batch_invariant)))
 
 
 def _operands(arguments, state):

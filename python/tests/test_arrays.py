@@ -46,6 +46,20 @@ def test_packed_and_v_first():
         assert distance(torch.from_numpy(final[n:n + 1]).mT, expected[1]) < 2e-6
 
 
+def test_segments_and_invariance():
+    """What a policy is given for: other bits from 3 segments, the same ones without, none of them wrong."""
+    _, _, _, arguments, raw = numpy_inputs(T=200)
+    arguments["g"] = arguments["g"] / 100  # no state is forgotten
+    call = lambda **how: arrays.forward(**arguments, **raw, **how)[0]
+    whole, cut = call(), call(context_parallel=3)
+    assert not np.array_equal(whole, cut) and distance(torch.from_numpy(cut), torch.from_numpy(whole).double()) < 2e-6
+    assert np.array_equal(whole, call(context_parallel="off")) and np.array_equal(whole, call(batch_invariant=True))
+    with pytest.raises(ValueError, match="^context_parallel must be 'auto', 'off', .* got 'on'"):
+        call(context_parallel="on")
+    with pytest.raises(TypeError, match="^batch_invariant must be a bool, got 1"):
+        call(batch_invariant=1)
+
+
 def test_outputs_of_the_caller_and_strides():
     _, _, _, arguments, raw = numpy_inputs(H=4)
     expected, _ = arrays.forward(**arguments, **raw)

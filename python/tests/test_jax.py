@@ -128,6 +128,19 @@ def test_v_first_scale_and_states_of_bfloat16():
     assert jax.grad(loss(ours), 5)(*x[:5], state).dtype == jnp.bfloat16
 
 
+@on_the_cpu
+def test_segments_and_invariance():
+    """Other bits from 3 segments, the same ones without, none of them wrong; in gradients too."""
+    x, _, _ = inputs(B=1, T=200)
+    x[3] = x[3] / 100  # no state is forgotten
+    call = lambda **how: jax.jit(lambda *y: ours(*y, **how)[0])(*x)
+    whole, cut = call(), call(context_parallel=3)
+    assert error(cut, whole) < ROUNDING["float32"] and (cut != whole).any()
+    assert (call(context_parallel="off") == whole).all() and (call(batch_invariant=True) == whole).all()
+    gradient = lambda **how: jax.grad(loss(lambda *y: ours(*y, **how)), 2)(*x)
+    assert error(gradient(context_parallel=3), gradient()) < GRADIENTS
+
+
 def test_states_that_begin():
     x, *_ = inputs()
     mask = jnp.array([True, False])
@@ -296,6 +309,8 @@ FITS = dict(zip(("q", "k", "v", "g", "beta"), (np.zeros(shape, np.float32) for s
     (dict(gate_mode="none"), ValueError, "^gate_mode must be one of log, softplus, bounded, got 'none'"),
     (dict(state_layout="kk"), ValueError, "^state_layout must be one of"),
     (dict(scale="x"), TypeError, "^scale must be a number"),
+    (dict(context_parallel=0), ValueError, "^context_parallel must be .* or 1 to 1048576 segments, got 0"),
+    (dict(batch_invariant=1), TypeError, "^batch_invariant must be a bool, got 1"),
     (dict(lower_bound=1e39), ValueError, "^lower_bound must be finite"),
     (dict(A_log=np.zeros(3, np.float32)), ValueError, r"^A_log must have shape \[HV\]=\[4\], got \[3\]"),
     (dict(dt_bias=np.zeros(4, np.float32)), ValueError, r"^dt_bias must have shape \[HV, K\] where"),

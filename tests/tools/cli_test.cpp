@@ -208,6 +208,13 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
       "bench backward --milliseconds 1 --case '--tokens 100 --heads 1 --key-dim 16 --dtype fp32'");
   EXPECT_EQ(bench.exit_code, 0) << bench.err;
   EXPECT_NE(bench.out.find("of forward"), std::string::npos) << bench.out;
+  const std::string plan = "plan --heads 32 --seq-lens 64K --explain";
+  const Ran cut = kda(plan + " --bounds"),
+            kept = kda(plan + " --bounds --most-cut-bytes 500000000");
+  EXPECT_EQ(cut.out.find("most_cut_bytes"), std::string::npos) << cut.out;
+  EXPECT_NE(kept.out.find("more than most_cut_bytes = 500000000; not cut"), std::string::npos)
+      << kept.out << kept.err;
+  EXPECT_NE(kda(plan + " --most-cut-bytes 5").err.find("--bounds"), std::string::npos);
 }
 
 TEST_F(Cli, BackwardByTheOracle) {

@@ -23,6 +23,7 @@ struct PlanCommand {
   std::vector<int64_t> lengths;
   std::string device = "cuda", dtype = "bf16", gate_dtype, states = "fp32";
   int64_t num_heads = 0, num_value_heads = 0, key_dim = 128, value_dim = 128, tail = 0;
+  int64_t most_cut_bytes = kMostCutBytes;
   int32_t num_sms = 132, compute_capability = 90;
   int32_t bandwidth = 0, megahertz = 0;  // 0: as gpu_facts() assumes
   OperationFlags operation;
@@ -73,6 +74,12 @@ struct PlanCommand {
     return card;
   }
 
+  PlanOptions plan_options() const {
+    PlanOptions options = schedule.plan_options();
+    options.most_cut_bytes = most_cut_bytes;
+    return options;
+  }
+
   Status forward_plan(const Problem& p, const std::vector<int64_t>& cu_seqlens,
                       const DeviceFacts& facts, const PlanOptions& options, Plan* plan) const {
     return bounds ? make_plan_from_bounds(p, facts, options, plan)
@@ -84,7 +91,7 @@ struct PlanCommand {
   Status backward_plan(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts,
                        KeepPolicy policy, BackwardPlan* plan) const {
     const Problem p = problem(cu_seqlens.back());
-    PlanOptions options = schedule.plan_options();
+    PlanOptions options = plan_options();
     options.keep = policy;
     Plan forward;
     KDA_RETURN_IF_ERROR(forward_plan(p, cu_seqlens, facts, options, &forward));
@@ -98,7 +105,7 @@ struct PlanCommand {
                               .dA_log = p.A_log,
                               .ddt_bias = {},
                               .d_initial_state = {}};
-    return make_backward_plan(forward, gradients, schedule.plan_options(), plan);
+    return make_backward_plan(forward, gradients, plan_options(), plan);
   }
 
   void plan_backward(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts) const {
@@ -131,7 +138,7 @@ struct PlanCommand {
     const DeviceFacts facts = this->facts();
     if (backward) return plan_backward(cu_seqlens, facts);
     const Problem p = problem(cu_seqlens.back());
-    const PlanOptions options = schedule.plan_options();
+    const PlanOptions options = plan_options();
     Plan plan;
     throw_if_error(forward_plan(p, cu_seqlens, facts, options, &plan));
     print_report((json ? plan.to_json() : plan.to_text(explain)) + "\n");
@@ -168,8 +175,13 @@ void add_plan(CLI::App& app) {
   add_switch(*sub, "--json", &c->json, "The whole plan as JSON");
   auto* backward = add_switch(*sub, "--backward", &c->backward,
                               "Plan the backward, on this CPU unless --device says else");
-  add_switch(*sub, "--bounds", &c->bounds,
-             "Plan as if lengths were on the device alone: from their number and their sum");
+  auto* bounds =
+      add_switch(*sub, "--bounds", &c->bounds,
+                 "Plan as if lengths were on the device alone: from their number and their sum");
+  add_whole<int64_t>(*sub, "--most-cut-bytes", &c->most_cut_bytes, 0, INT64_MAX,
+                     "Memory that segments may take there")
+      ->needs(bounds)
+      ->default_str(cat(c->most_cut_bytes));
   auto* tail = add_whole<int64_t>(
       *sub, "--tail", &c->tail, kTailBoundary, kMaxTailRows,
       "Plan a prefill into a pool of boundary states, with tails of so many rows");
@@ -186,6 +198,7 @@ void add_plan(CLI::App& app) {
   kda plan --heads 8 --seq-lens 65536 --sms 132 --explain
   kda plan --heads 4 --seq-lens 128K,10x1K --sms 152 --context-parallel cula --json
   kda plan --heads 8 --seq-lens 32K,1K --bounds --explain
+  kda plan --heads 32 --seq-lens 64K --bounds --most-cut-bytes 500000000 --explain
   kda plan --heads 64 --seq-lens 8192 --compute-capability 86 --sms 84 --bandwidth 768 --explain
   kda plan --heads 4 --seq-lens 32K --backward --device cuda --bounds --explain
   kda plan --heads 16 --seq-lens 8192 --backend staged --gate softplus --gate-dtype fp32

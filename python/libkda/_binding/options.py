@@ -15,13 +15,10 @@ from torch.compiler import assume_constant_result
 
 from .. import ops  # noqa: F401  (it loads the operators' library)
 from .._plugins.switches import text_of
+from .policies import expect_invariant, policy_of
 
 VARIABLE = "LIBKDA_CONTEXT_PARALLEL"
-_MOST_SEGMENTS = 1 << 20
-# Numbers of kda.h.
-_POLICIES, _FORMS = {"auto": 0, "off": 1, "flashkda": 3, "cula": 4}, {"auto": 0, "tensor": 1, "token": 2}
-_NAMES = ", ".join(map(repr, _POLICIES))
-_FIXED = 2
+_FORMS = {"auto": 0, "tensor": 1, "token": 2}  # numbers of kda.h
 _WITH_FORMS = "cuda.sm80.staged"  # other backends have one form
 
 
@@ -47,11 +44,7 @@ class Options:
     number: int = dataclasses.field(init=False, repr=False, compare=False)  # what operators are given
 
     def __post_init__(self):
-        cut = self.context_parallel
-        if isinstance(cut, bool) or not isinstance(cut, (str, int)):
-            raise TypeError(f"context_parallel must be {_NAMES} or a number of segments, got {cut!r}")
-        if isinstance(cut, str) and cut not in _POLICIES or isinstance(cut, int) and not 1 <= cut <= _MOST_SEGMENTS:
-            raise ValueError(f"context_parallel must be {_NAMES} or 1 to {_MOST_SEGMENTS} segments, got {cut!r}")
+        policy, segments = policy_of(self.context_parallel)
         if not isinstance(self.intra_form, str):
             raise TypeError(f"intra_form must be one of {', '.join(map(repr, _FORMS))}, got {self.intra_form!r}")
         if self.intra_form not in _FORMS:
@@ -63,13 +56,11 @@ class Options:
         if self.intra_form != "auto" and self.backend and f".{self.backend}." not in f".{_WITH_FORMS}.":
             raise ValueError(f"intra_form = {self.intra_form!r} is of backend {_WITH_FORMS}, and backend is "
                              f"{self.backend!r}")
-        if not isinstance(self.batch_invariant, bool):
-            raise TypeError(f"batch_invariant must be a bool, got {self.batch_invariant!r}")
+        expect_invariant(self.batch_invariant)
         if isinstance(self.most_cut_bytes, bool) or not isinstance(self.most_cut_bytes, int):
             raise TypeError(f"most_cut_bytes must be a number of bytes, got {self.most_cut_bytes!r}")
         if not 0 <= self.most_cut_bytes < 1 << 63:
             raise ValueError(f"most_cut_bytes must be 0 to 2^63 - 1 bytes, got {self.most_cut_bytes!r}")
-        policy, segments = (_POLICIES[cut], 0) if isinstance(cut, str) else (_FIXED, cut)
         number = _number_of_options()(policy, segments, _FORMS[self.intra_form], self.backend.encode(),
                                       self.batch_invariant, self.most_cut_bytes)
         object.__setattr__(self, "number", number)
