@@ -152,12 +152,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--binaries", type=pathlib.Path, default=ROOT / "build",
                         help="a folder with kernel_hashes.json of the build that the package has")
+    parser.add_argument("--only", choices=["tracked"], help="the cases that SGLang's prefill is timed at")
     parser.add_argument("--json")
     args = parser.parse_args()
     import libkda
     report = evidence.header(args.binaries, "lengths", "python3 bench/lengths_bench.py")
     report.update(torch=torch.__version__, libkda=libkda.__version__, cases=[])
     for name, lengths, heads in cases():
+        if args.only and name not in TRACKED:
+            continue
         row = measure(libkda, name, lengths, heads)
         report["cases"].append(row)
         print(row, flush=True)
