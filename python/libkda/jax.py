@@ -50,8 +50,8 @@ def forward(q, k, v, g, beta, *, A_log=None, dt_bias=None, initial_state=None, h
             lower_bound: float = -5.0, qk_l2norm: bool = False, state_layout: StateLayout = "kv",
             context_parallel: str | int = "auto", batch_invariant: bool = False) -> tuple[jax.Array, jax.Array]:
     """The forward pass, with initial_state [N, HV, K, V]. context_parallel and batch_invariant as of libkda.Options
-    (docs/planning.md). Returns (o [B, T, HV, V] of v's type, final state [N, HV, K, V] in float32). It has gradients of all arguments but has_state and cu_seqlens, in reverse mode and of
-    first order."""
+    (docs/planning.md). Returns (o [B, T, HV, V] of v's type, final state [N, HV, K, V] in float32). It has gradients of
+    all arguments but has_state and cu_seqlens, in reverse mode and of first order."""
     arguments = _checked("jax.forward", state_layout, q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
                          cu_seqlens=cu_seqlens, initial_state=initial_state, has_state=has_state)
     if has_state is not None and initial_state is None:
@@ -147,8 +147,8 @@ def _options(kind, first_slot, scale, gate_mode, beta_mode, lower_bound, qk_l2no
             ("state_layout", np.int64(_choice("state_layout", state_layout, STATE_LAYOUTS))),
             ("lower_bound", np.float64(number("lower_bound", lower_bound))),
             ("scale", np.float64(0 if scale is None else number("scale", scale))), ("has_scale", scale is not None),
-            ("qk_l2norm", bool(qk_l2norm)), ("context_parallel", np.int64(policy)), ("num_segments", np.int64(segments)),
-            ("batch_invariant", expect_invariant(batch_invariant)))
+            ("qk_l2norm", bool(qk_l2norm)), ("context_parallel", np.int64(policy)),
+            ("num_segments", np.int64(segments)), ("batch_invariant", expect_invariant(batch_invariant)))
 
 
 def _operands(arguments, state):
