@@ -370,7 +370,7 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
       builder.reason(gradients == nullptr && plan::asks_for_segments(plan->requested)
                          ? "segments that are asked for need lengths on the host; nothing is cut"
                          : "nothing is cut");
-    if (gradients == nullptr) book_checkpoint_places(builder);
+    if (gradients == nullptr && !chosen->takes_offsets) book_checkpoint_places(builder);
     KDA_RETURN_IF_ERROR(builder.status());
     KDA_RETURN_IF_ERROR(check_spans(*plan, gradients));
     if (const char* tensor = float64_tensor(request)) builder.reason(float64_reason(tensor));

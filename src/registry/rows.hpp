@@ -97,7 +97,8 @@ struct Head {
   /// if it should not. Null: it never should. supported() asks it; a plan does what it was asked
   /// to.
   std::string (*defer_keep)(const Request& request) = nullptr;
-  bool float64 = false;  ///< serves tensors in fp64
+  bool float64 = false;        ///< serves tensors in fp64
+  bool takes_offsets = false;  ///< reads checkpoint_offsets itself, in place of checkpoint_places
   /// Empty if it serves the problem with its tail, else why not. Null: it serves none with a tail.
   std::string (*decline_tail)(const Request& request) = nullptr;
 };

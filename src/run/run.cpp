@@ -81,7 +81,7 @@ void place_checkpoints(const stage::Call& call, int32_t* places) {
 /// checkpoint_every tokens, of which most are none.
 template <class Body>
 Status with_checkpoints(const ForwardRow& row, const stage::Call& call, Body&& body) {
-  if (!call.problem.checkpoint_offsets) return body(call);
+  if (!call.problem.checkpoint_offsets || row.head.takes_offsets) return body(call);
   auto* places = static_cast<int32_t*>(
       plan::find_block(*call.plan, call.workspace, plan::block::kCheckpointPlaces));
   if (places && row.place_checkpoints) {

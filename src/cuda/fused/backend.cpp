@@ -15,7 +15,6 @@
 #include "cuda/fused/launches.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
-#include "cuda/launch/checkpoint_places.hpp"
 #include "cuda/launch/device.hpp"
 #include "cuda/launch/zero_rows.hpp"
 #include "cuda/rows.hpp"
@@ -96,7 +95,8 @@ std::string decline(const Problem& p) {
 
 /// Why segments are not joined in one pass; empty if they are.
 std::string decline_one_pass(const Problem& p) {
-  if (p.checkpoints) return "checkpoints need the true start state";
+  if (p.checkpoints && !p.checkpoint_offsets)
+    return "checkpoints at all multiples need the true start state";
   const double scale = effective_scale(p);
   if (has_fp16_operands(p) && !(std::abs(scale) >= 0x1p-24 && std::abs(scale) <= 0x1p24))
     return cat("scale = ", scale, " is not 2^-24 to 2^24 in size, as outputs in fp16 need");
@@ -226,10 +226,10 @@ void list_one_pass(plan::PlanBuilder& builder) {
 }
 
 /// Bytes that segments behind first ones need, `behind` of them: outputs of transitions with their
-/// residuals, states and maps.
+/// residuals, states and maps; M or B up to checkpoints.
 struct OnePassBytes {
-  std::size_t output = 0, residual = 0, states = 0;
-  std::size_t all() const { return output + residual + states; }
+  std::size_t output = 0, residual = 0, checkpoints = 0, states = 0;
+  std::size_t all() const { return output + residual + 2 * checkpoints + states; }
 };
 OnePassBytes one_pass_bytes(const Problem& p, int64_t behind) {
   const auto heads = static_cast<std::size_t>(p.num_value_heads);
@@ -241,6 +241,7 @@ OnePassBytes one_pass_bytes(const Problem& p, int64_t behind) {
   const auto matrix = static_cast<std::size_t>(p.key_dim * p.value_dim) * sizeof(float);
   return {.output = tokens * heads * sm90::fused_row_bytes(p.value_dim),
           .residual = subchunks * heads * sm90::residual_bytes(p.value_dim),
+          .checkpoints = p.checkpoint_offsets ? rows * matrix : 0,
           .states = 3 * rows * matrix};
 }
 
@@ -314,6 +315,8 @@ void book_one_pass(plan::PlanBuilder& builder, int64_t behind, bool early_exit) 
                sizeof(int64_t));
   builder.book(stage::kTransitionOutput.name, bytes.output, 1);
   builder.book(block::kOutputResidual, bytes.residual, 1);
+  builder.book(block::kCheckpointM, bytes.checkpoints, 1);
+  builder.book(block::kCheckpointB, bytes.checkpoints, 1);
 }
 
 void book_cut(plan::PlanBuilder& builder) {
@@ -404,7 +407,8 @@ const registry::ForwardRow kForward = {
              .max_compute_capability = 90,
              .device_checks = &kChecks,
              .decline_keep = decline_keep,
-             .defer_keep = defer_keep},
+             .defer_keep = defer_keep,
+             .takes_offsets = true},
     .forward = if_built<forward>(),
     .segments = registry::SegmentStages{.scan = if_built<segment_scan>(),
                                         .merge = if_built<segment_merge>(),
@@ -412,7 +416,6 @@ const registry::ForwardRow kForward = {
                                         .one_pass_rows = stage::SegmentRows::kBehindFirst},
     .chunk_stages = {},
     .spans =
-        registry::SpanStages{.begin = if_built<span_begin>(), .finish = if_built<span_finish>()},
-    .place_checkpoints = if_built<cuda::place_checkpoints>()};
+        registry::SpanStages{.begin = if_built<span_begin>(), .finish = if_built<span_finish>()}};
 
 }  // namespace kda::cuda::fused

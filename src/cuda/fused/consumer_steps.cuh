@@ -4,6 +4,7 @@
 // fused/portable/consumer.cuh.
 #pragma once
 
+#include "cuda/fused/checkpoint_offsets.cuh"
 #include "cuda/fused/consumer_context.cuh"
 #include "cuda/fused/kept.cuh"
 #include "cuda/fused/state_scale.cuh"
@@ -237,10 +238,21 @@ __device__ void repair_overflow(C& c, Outputs outputs, uint32_t at, uint32_t fac
 __device__ inline int to_subchunks(int64_t tokens) {
   return static_cast<int>(min(tokens / kSubchunk, int64_t{1} << 30));
 }
+/// Finds the checkpoint of an item's sequence: it may lie elsewhere.
+template <class C>
+__device__ void find_offset(const C& c, ConsumerState& s) {
+  const TokenRange sequence = sequence_range(c.a.map, c.tokens.sequence);
+  const int64_t offset = checkpoint_offset(c.a, sequence);
+  const int64_t ahead = sequence.begin + offset - c.tokens.begin;
+  const bool there = offset > 0 && ahead > 0 && state_slot(c.a.checkpoints, sequence.sequence) >= 0;
+  s.checkpoint = sequence.sequence;
+  s.to_checkpoint = to_subchunks(there ? ahead : INT64_MAX);
+}
 /// Finds the first checkpoint of an item. The sequences of a range never go back where there are
-/// checkpoints.
+/// checkpoints at all multiples.
 template <class C>
 __device__ void find_checkpoint(const C& c, ConsumerState& s) {
+  if (c.a.checkpoint_offsets) return find_offset(c, s);
   const int64_t every = c.a.checkpoint_every;
   if (!c.a.map.cu_seqlens) {
     s.before = c.tokens.sequence * (c.a.map.num_tokens / every);
@@ -256,12 +268,20 @@ __device__ void find_checkpoint(const C& c, ConsumerState& s) {
   s.checkpoint = s.before + done / every;
   s.to_checkpoint = to_subchunks(every - done % every);
 }
+/// Where the state at checkpoint n goes: of a segment from zero, what it is made of.
+template <class C>
+__device__ StatePlace checkpoint_place(const C& c, FusedState state, int64_t n) {
+  if (C::kSegments && state == FusedState::kZero) return place_in(c, c.a.checkpoint_B, c.unit);
+  if (C::kSegments && state == FusedState::kTransition)
+    return place_in(c, c.a.checkpoint_M, c.unit);
+  return place_in(c, c.a.checkpoints, n);
+}
 /// The next checkpoint's place; none where the last sub-chunk lacks tokens.
 template <class C>
-__device__ StatePlace next_checkpoint(const C& c, ConsumerState& s) {
+__device__ StatePlace next_checkpoint(const C& c, const WorkItem& item, ConsumerState& s) {
   const int64_t done = c.tokens.begin + static_cast<int64_t>(s.num_subchunks - s.left) * kSubchunk;
   s.to_checkpoint = to_subchunks(c.a.checkpoint_every);
-  return done <= c.tokens.end ? place_in(c, c.a.checkpoints, s.checkpoint++) : StatePlace{};
+  return done <= c.tokens.end ? checkpoint_place(c, item.state, s.checkpoint++) : StatePlace{};
 }
 template <class C>
 __device__ void begin_item(C& c, const WorkItem& item, ConsumerState& s) {
@@ -313,7 +333,7 @@ __device__ int stop(C& c, SchedulerState& scheduler, ConsumerState& shared,
     StatePlace place;
     bool more = true;
     if (checkpoint) {
-      place = next_checkpoint(c, s);
+      place = next_checkpoint(c, scheduler.item, s);
     } else {
       const WorkItem item = scheduler.item;
       const bool interval = C::kSegments && item.exit_interval != WorkItem::kNoInterval;

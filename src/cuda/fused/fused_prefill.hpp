@@ -81,6 +81,13 @@ struct FusedPrefillArgs : ChainArgs {
   /// that takes the state clears it.
   uint64_t* handoff_flags = nullptr;
   uint64_t handoff_epoch = 0;  ///< of this launch: a value that no word has before
+
+  /// Problem::checkpoint_offsets, [N], with an index of `checkpoints` a sequence. Null: a
+  /// checkpoint every checkpoint_every tokens, which else is INT64_MAX.
+  const int32_t* checkpoint_offsets = nullptr;
+  int64_t checkpoint_multiple = 16;  ///< of tokens: what an offset is
+  /// [as M and B] What they are up to the checkpoint of their segment, if it has one.
+  float *checkpoint_M = nullptr, *checkpoint_B = nullptr;
 };
 /// Arguments of a forward that keeps the state before each chunk and the errors of its tokens, in
 /// bf16, for a backward (fused/kept.cuh): h and vn of ChainArgs are where they go, num_chunks

@@ -16,7 +16,7 @@ __global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers<kK>(storage);
   ptx::griddepcontrol_wait();
-  chain::write_flags<ChainUse::kForward>(a);
+  write_flags(a);
   find_range<kBlocks<kK>, false>(a, storage.range, storage.longest);
   ptx::cluster_sync();
   SchedulerState& scheduler = storage.schedulers[warp];

@@ -147,7 +147,7 @@ __global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers<kK>(storage);
   ptx::griddepcontrol_wait();
-  chain::write_flags<ChainUse::kForward>(a);
+  write_flags(a);
   if constexpr (kSegments) a.write_words();
   find_range<kBlocks<kK>, kSegments>(a, storage.range, storage.longest);
   ptx::cluster_sync();

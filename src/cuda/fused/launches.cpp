@@ -149,6 +149,23 @@ namespace {
 /// Qt is times 2 to this, up to 16: all of fp16's bits of what is not far below.
 int qt_exponent(const Problem& p) { return 3 - std::ilogb(effective_scale(p)); }
 
+/// A checkpoint a sequence, at an offset that only the device knows, is no multiple of anything.
+template <class Args>
+void set_offsets(const stage::Call& call, Args* args) {
+  if (!call.problem.checkpoint_offsets) return;
+  args->checkpoint_offsets = call.tensors.checkpoint_offsets;
+  args->checkpoint_multiple = call.problem.checkpoint_every;
+  args->checkpoint_M = find<float>(call, block::kCheckpointM);
+  args->checkpoint_B = find<float>(call, block::kCheckpointB);
+}
+
+/// Sets what a call writes.
+void set_results(const stage::Call& call, const SequenceMaps& maps, FusedPrefillArgs* args) {
+  set_outputs(call, maps, args);
+  set_offsets(call, args);
+  if (args->checkpoint_offsets) args->checkpoint_every = INT64_MAX;
+}
+
 /// Sets the members that each launch has, of so many chains.
 void set_launch(const stage::Call& call, int64_t chains, FusedPrefillArgs* args) {
   const Problem& p = call.problem;
@@ -234,7 +251,7 @@ Status keep(const stage::Call& call) {
   KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &maps, outputs_of(call)));
   sm90::KeepArgs args;
   set_inputs(call, maps, &args);
-  set_outputs(call, maps, &args);
+  set_results(call, maps, &args);
   set_launch(call, call.problem.num_sequences * call.problem.num_value_heads, &args);
   args.h = plan::find_block(call.plan->saved, call.tensors.saved, block::kKeptChunkStates);
   args.vn = plan::find_block(call.plan->saved, call.tensors.saved, block::kKeptErrors);
@@ -253,7 +270,7 @@ Status forward(const stage::Forward& f) {
       make_sequence_maps(f.call, f.segments, f.prepared, &maps, outputs_of(f.call)));
   FusedPrefillArgs args;
   set_inputs(f.call, maps, &args);
-  set_outputs(f.call, maps, &args);
+  set_results(f.call, maps, &args);
   Schedule schedule;
   for (std::size_t n = 0; n < f.segments.size(); ++n)
     schedule.add(f.segments[n], static_cast<int64_t>(n), FusedState::kGiven);
@@ -267,9 +284,8 @@ Status segment_scan(const stage::SegmentScan& scan) {
   KDA_RETURN_IF_ERROR(make_scan_maps(scan, &maps));
   FusedPrefillArgs args;
   set_inputs(call, maps, &args);
-  set_outputs(call, maps, &args);
-  args.checkpoints = {};  // those of a forward from start states
-  if (!scan.Qt) args.o.base = nullptr;
+  set_results(call, maps, &args);
+  if (!scan.Qt) args.o.base = nullptr, args.checkpoints = {};  // of a forward from start states
   args.Qt = scan.Qt;
   args.M = scan.M;
   args.B = scan.B;
@@ -334,6 +350,9 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   args.exit_tokens = exit_tokens_of(call);
   args.final_state =
       state_view(p, p.final_state, call.tensors.final_state, call.tensors.final_state_indices, {});
+  args.checkpoints =
+      state_view(p, p.checkpoints, call.tensors.checkpoints, call.tensors.checkpoint_indices, {});
+  set_offsets(call, &args);
   const auto segments = static_cast<int64_t>(correct.segments.size());
   args.cut = cut_of(call);
   args.units = units_of(call) + segments;  // those of transitions

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A block corrects the outputs of some tokens of a segment, one head: [tokens, K] x [K, V] with
-// S_in, rounded, in shared memory. The last blocks make final states, from two bf16 parts of M and
-// of S_in.
+// S_in, rounded, in shared memory. The last blocks make final states and checkpoints, from two bf16
+// parts of M and of S_in.
 //
 // Lanes load and store 16 bytes of a row: channels of Qt and columns of o are permuted inside of
 // 32, so that what a lane has of a row is what mma wants of it. Which channel stands where does not
@@ -11,6 +11,7 @@
 // follows from its largest number where that is far from 1.
 #include "cuda/fused/segment_correct.hpp"
 
+#include "cuda/fused/checkpoint_offsets.cuh"
 #include "cuda/fused/output_residual.cuh"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/math.cuh"
@@ -326,28 +327,52 @@ struct Correct {
     }
   }
 
-  /// 64 rows and 32 columns of the final state of a sequence that is cut: M S_in + B of its last
-  /// segment.
-  __device__ void make_final(int64_t place) const {
-    make_final(place / kFinalParts<kK> / a.shape.HV, place);
-  }
-  __device__ void make_final(int64_t sequence, int64_t place) const {
+  /// A state to make, in `slot` (negative: none) of a buffer: M S_in + B, of a segment.
+  struct Made {
+    const StateView& to;
+    int64_t slot;
+    const float *M, *B, *start;  // of a head
+  };
+  /// 64 rows and 32 columns of the final state or the checkpoint of a sequence that is cut.
+  __device__ void make_state(int64_t sequence, bool checkpoint, int64_t place) const {
     const int64_t head = place / kFinalParts<kK> % a.shape.HV;
-    const int64_t slot = state_slot(a.final_state, sequence), last = a.offsets[sequence + 1] - 1;
-    if (slot < 0 || last < a.offsets[sequence]) return;
-    const int part = static_cast<int>(place % kFinalParts<kK>), columns = part % kGroups * kGroup;
+    if (a.offsets[sequence + 1] == a.offsets[sequence]) return;
+    const Made made = checkpoint ? checkpoint_of(sequence, head) : final_of(sequence, head);
+    if (made.slot >= 0) make(made, head, static_cast<int>(place % kFinalParts<kK>));
+  }
+  __device__ Made final_of(int64_t sequence, int64_t head) const {
+    const int64_t matrix = matrix_of(a.offsets[sequence + 1] - 1, head);
+    return {a.final_state, state_slot(a.final_state, sequence), a.M + matrix, a.B + matrix,
+            a.states_in + matrix};
+  }
+  /// None where it is not behind the first segment: the fused kernel has stored it. Past an exit M
+  /// is what it was there.
+  __device__ Made checkpoint_of(int64_t sequence, int64_t head) const {
+    const TokenRange all = sequence_range(a.map, sequence);
+    const int64_t offset = fused::checkpoint_offset(a, all), at = all.begin + offset;
+    const int64_t end = a.offsets[sequence + 1];
+    int64_t segment = a.offsets[sequence];
+    if (offset == 0 || at <= work.units[segment].tokens.begin) segment = end;
+    while (segment < end && at > work.units[segment].tokens.end) ++segment;
+    if (segment == end) return {a.checkpoints, -1};
+    const int64_t matrix = matrix_of(segment, head);
+    const bool exited = kEarlyExit && work.exits && at > a.exit_tokens[segment * a.shape.HV + head];
+    return {a.checkpoints, state_slot(a.checkpoints, sequence),
+            (exited ? a.M : a.checkpoint_M) + matrix, a.checkpoint_B + matrix,
+            a.states_in + matrix};
+  }
+  __device__ void make(const Made& made, int64_t head, int part) const {
+    const int columns = part % kGroups * kGroup;
     const int row = (part / kGroups * kWarps + warp) * kWarpTokens + lane / 4,
               column = columns + lane % 4 * 8;
-    const int64_t matrix = matrix_of(last, head);
     Eight start[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) start[i].load(a.B + matrix + (row + i * 8) * kV + column);
+    for (int i = 0; i < 2; ++i) start[i].load(made.B + (row + i * 8) * kV + column);
     float sum[kGroup / 8][4] = {};
-    add_product(a.M + matrix + row * kK + lane % 4 * 8, a.states_in + matrix + columns, sum);
+    add_product(made.M + row * kK + lane % 4 * 8, made.start + columns, sum);
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-      store_state(a.final_state,
-                  state_offset(a.final_state, slot, head, row + i / 8 * 8, column + i % 8),
+      store_state(made.to, state_offset(made.to, made.slot, head, row + i / 8 * 8, column + i % 8),
                   sum[i % 8 / 2][i / 8 * 2 + i % 2] + (&start[i / 8].low.x)[i % 8]);
   }
   /// sum += M S of 16 rows and 32 columns, both in two parts: those of S lie beside each other.
@@ -381,10 +406,20 @@ struct Correct {
   }
 };
 
+/// Blocks that make the states of `count` sequences: final states, then checkpoints.
 template <int kK>
-__host__ __device__ int64_t state_blocks(const SegmentCorrectArgs& a) {
-  return a.final_state.base ? a.map.num_sequences * a.shape.HV * kFinalParts<kK> : 0;
-}
+struct StateBlocks {
+  int64_t of_sequence, final_states, all;
+  __host__ __device__ StateBlocks(const SegmentCorrectArgs& a, int64_t count)
+      : of_sequence(a.shape.HV * kFinalParts<kK>),
+        final_states(a.final_state.base ? count * of_sequence : 0),
+        all(final_states + (a.checkpoints.base ? count * of_sequence : 0)) {}
+  __device__ bool checkpoint(int64_t i) const { return i >= final_states; }
+  /// Of those that have states of this kind.
+  __device__ int64_t number(int64_t i) const {
+    return (i - (checkpoint(i) ? final_states : 0)) / of_sequence;
+  }
+};
 
 template <int kK, class T, class Operand, bool kEarlyExit>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
@@ -393,10 +428,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       a,
       *reinterpret_cast<SharedState<kK>*>(ptx::dynamic_shared()),
       {a.units, a.num_units, a.block_tokens, kEarlyExit}};
-  const int64_t place = blockIdx.x, state_place = place - (gridDim.x - state_blocks<kK>(a));
+  const StateBlocks<kK> states(a, a.map.num_sequences);
+  const int64_t place = blockIdx.x, state_place = place - (gridDim.x - states.all);
   ptx::griddepcontrol_wait();
   if (state_place >= 0)
-    correct.make_final(state_place);
+    correct.make_state(states.number(state_place), states.checkpoint(state_place), state_place);
   else
     correct.run(place);
 }
@@ -414,15 +450,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                          tokens_of_block(cut.longest_behind, chains, gridDim.x, exits), exits};
   const Correct<kK, T, Operand, /*kEarlyExit=*/true> correct{
       a, *reinterpret_cast<SharedState<kK>*>(ptx::dynamic_shared()), work};
-  const int64_t outputs = chains * plan::ceil_div(cut.longest_behind, work.block_tokens),
-                of_sequence = a.shape.HV * kFinalParts<kK>;
-  const int64_t all = outputs + (a.final_state.base ? cut.num_cut * of_sequence : 0);
-  for (int64_t place = blockIdx.x; place < all; place += gridDim.x) {
-    if (place < outputs)
+  const int64_t outputs = chains * plan::ceil_div(cut.longest_behind, work.block_tokens);
+  const StateBlocks<kK> states(a, cut.num_cut);
+  for (int64_t place = blockIdx.x; place < outputs + states.all; place += gridDim.x) {
+    const int64_t i = place - outputs;
+    if (i < 0)
       correct.run(place);
     else
-      correct.make_final(cut_sequences(&cut)[(place - outputs) / of_sequence],
-                         (place - outputs) % of_sequence);
+      correct.make_state(cut_sequences(&cut)[states.number(i)], states.checkpoint(i), i);
     __syncthreads();  // the next one has its state in the same place
   }
 }
@@ -436,8 +471,8 @@ Status launch(const SegmentCorrectArgs& args, int64_t blocks, const Launch& wher
   return launch_kernel("segment_correct",
                        args.exit_tokens ? segment_correct_kernel<kK, T, Operand, true>
                                         : segment_correct_kernel<kK, T, Operand, false>,
-                       state_blocks<kK>(args) + blocks, kThreads, sizeof(SharedState<kK>), where,
-                       args);
+                       StateBlocks<kK>(args, args.map.num_sequences).all + blocks, kThreads,
+                       sizeof(SharedState<kK>), where, args);
 }
 template <int kK>
 Status launch_size(const SegmentCorrectArgs& args, int64_t blocks, const Launch& where) {

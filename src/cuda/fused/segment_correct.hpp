@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stage segment_correct: what the start state of a segment adds to outputs that were made from
-// zero, and the final states.
+// zero, final states, and checkpoints that lie in such segments.
 //   o_t += S_in^T qt_t,  qt_t = scale (M of the tokens up to t)^T q_t;  S_final = M S_in + B
 #pragma once
 
@@ -28,6 +28,11 @@ struct SegmentCorrectArgs {
   /// [segments, HV] tokens before which Qt is there; behind them it counts as zeros. Null: all.
   const int64_t* exit_tokens = nullptr;
   StateView final_state;
+  // One checkpoint a sequence (FusedPrefillArgs); without `checkpoints` none.
+  StateView checkpoints;
+  const int32_t* checkpoint_offsets = nullptr;
+  int64_t checkpoint_multiple = 16;
+  const float *checkpoint_M = nullptr, *checkpoint_B = nullptr;
 
   /// A cut that only the device knows: units, num_units and longest are then those of `cut`, with
   /// `units` the first of all, and exit_tokens are there.

@@ -24,6 +24,8 @@ inline constexpr const char* kHeadBias = "head_bias";
 inline constexpr const char* kDeviceCut = "device_cut";
 inline constexpr const char* kSegmentUnits = "segment_units";
 inline constexpr const char* kOutputResidual = "output_residual";
+inline constexpr const char* kCheckpointM = "checkpoint_M";
+inline constexpr const char* kCheckpointB = "checkpoint_B";
 inline constexpr const char* kHandoffStates = "handoff_states";
 inline constexpr const char* kHandoffFlags = "handoff_flags";
 // Blocks of cuda.sm90.gdn.

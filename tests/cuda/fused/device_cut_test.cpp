@@ -2,8 +2,10 @@
 // The cut that the device makes where the host does not know the lengths: the planner's, for tables
 // of every kind, and results with the bits of a call with host lengths.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -235,6 +237,31 @@ TEST(DeviceCutPlan, SaysWhyNothingIsCut) {
   expect(many, fused, "12001 sequences are more than shared memory holds");
 }
 
+/// Checkpoints at offsets move no cut; those at all multiples are none of one pass.
+TEST(DeviceCutPlan, CheckpointsMoveNoCut) {
+  Table table;
+  table.heads = 8;
+  table.add(65536);
+  Problem p = table.problem();
+  p.checkpoints = StateDesc{
+      .tensor = contiguous(DType::kFloat32, {1, 8, 128, 128}), .num_slots = 1, .indexed = true};
+  p.checkpoint_every = 64;
+  for (const bool offsets : {false, true}) {
+    p.checkpoint_offsets = offsets;
+    PlanOptions fused;
+    fused.backend = offsets ? "" : "cuda.sm90.fused";
+    Plan plan, bounds;
+    throw_if_error(make_plan(p, table.cu_seqlens, gpu_facts(132), fused, &plan));
+    throw_if_error(make_plan_from_bounds(p, gpu_facts(132), fused, &bounds));
+    EXPECT_EQ(plan.implementation, "cuda.sm90.fused");
+    EXPECT_EQ(plan.segmented, offsets);
+    EXPECT_EQ(bounds.device_cut.on, offsets);
+    EXPECT_EQ(plan.to_text(true).find("one pass declined: checkpoints at all multiples need the "
+                                      "true start state; not cut") == std::string::npos,
+              offsets);
+  }
+}
+
 class DeviceCut : public test::HopperTest {};
 
 /// KDA_TEST_TABLES: another number of tables.
@@ -262,6 +289,28 @@ TEST_F(DeviceCut, EqualsThePlanOfTheSameLengths) {
   }
   EXPECT_GE(cut, wanted / 4);
   EXPECT_GE(exits, wanted / 100);
+}
+
+/// The calls that the device cut was made for have segments: by the plan of their lengths, and by
+/// the kernel.
+TEST_F(DeviceCut, LongCallsAreCut) {
+  const struct {
+    std::vector<int64_t> lengths;
+    int64_t heads, segments;
+  } rows[] = {{{65536}, 8, 5}, {{8192}, 16, 3}, {{32768, 1024}, 12, 5}, {{2048}, 12, 3}};
+  for (const auto& row : rows) {
+    Table table;
+    table.heads = row.heads;
+    for (const int64_t length : row.lengths) table.add(length);
+    const Plan plan = plan_of(table);
+    EXPECT_EQ(static_cast<int64_t>(plan.segments.size()), row.segments) << describe(table);
+    Plan bounds;
+    throw_if_error(make_plan_from_bounds(table.problem(), gpu_facts(132), {}, &bounds));
+    EXPECT_TRUE(bounds.device_cut.on) << describe(table);
+    const CutOnDevice device(table, table.cu_seqlens);
+    EXPECT_EQ(device.cut.num_segments, row.segments) << describe(table);
+    expect_same_cut(plan, device);
+  }
 }
 
 /// The kernel guesses that one sequence has all tokens. Where it has fewer, the cut is that of its
@@ -470,6 +519,167 @@ TEST_P(DeviceCutResults, GroupedValueHeads) {
   check::GenerateOptions grouped = options({1500, 3}, 1);
   grouped.num_value_heads = 2;
   expect_same_bits(check::generate(grouped), "two value heads a head");
+}
+
+// ---- long calls on a whole card, against float64
+
+class ContextParallel : public test::HopperTest {
+ protected:
+  void SetUp() override {
+    HopperTest::SetUp();
+    if (!IsSkipped() && test::emulated()) GTEST_SKIP() << "takes minutes there";
+  }
+  static void expect_within(int64_t tokens, int64_t heads, SegmentPolicy policy,
+                            bool initial_state) {
+    check::GenerateOptions options = test::shape16(0, heads, 128, 128);
+    options.seq_lens = {tokens};
+    options.initial_state = initial_state;
+    const Inputs inputs = check::generate(options);
+    for (const bool from_bounds : {false, true}) {
+      test::RunOptions where{.plan = test::with_backend("cuda.sm90.fused"),
+                             .out_dtype = DType::kBFloat16,
+                             .from_bounds = from_bounds};
+      where.plan.context_parallel = policy;
+      const test::OnDevice call(inputs, where);
+      const bool cut = from_bounds ? call.plan.device_cut.on : call.plan.segmented;
+      EXPECT_EQ(cut, policy == SegmentPolicy::kAuto);
+      test::expect_within(inputs, where, "cuda.sm90.fused",
+                          cat(tokens, " tokens", from_bounds ? ", from bounds" : ""));
+    }
+  }
+};
+
+TEST_F(ContextParallel, Off) { expect_within(8192, 4, SegmentPolicy::kOff, true); }
+TEST_F(ContextParallel, At8K) { expect_within(8192, 4, SegmentPolicy::kAuto, false); }
+TEST_F(ContextParallel, At64K) { expect_within(65536, 2, SegmentPolicy::kAuto, false); }
+TEST_F(ContextParallel, WithInitialAndFinalStates) {
+  expect_within(12000, 4, SegmentPolicy::kAuto, true);
+}
+
+// ---- checkpoints
+
+/// Sequences of a call, each with a checkpoint after so many of its tokens, in slot n of a pool.
+struct Tracked {
+  Inputs inputs;
+  std::vector<int32_t> offsets, slots;
+  Plan plan;
+  check::Outputs outputs;
+  int32_t flags = -1;
+
+  Tracked(Inputs given, std::vector<int32_t> at, DType states)
+      : inputs(std::move(given)), offsets(std::move(at)) {
+    Problem& p = inputs.problem;
+    for (std::size_t n = 0; n < offsets.size(); ++n) slots.push_back(static_cast<int32_t>(n));
+    p.checkpoints = StateDesc{
+        .tensor = contiguous(states, {p.num_sequences, p.num_value_heads, p.key_dim, p.value_dim}),
+        .num_slots = p.num_sequences,
+        .indexed = true};
+    p.checkpoint_every = 16;
+    p.checkpoint_offsets = true;
+    check::want_final_state(&p);
+  }
+  void run(const test::RunOptions& where) {
+    outputs = check::make_outputs(&inputs.problem, where.out_dtype);
+    const DeviceFacts facts = test::device_for(where);
+    throw_if_error(where.from_bounds
+                       ? make_plan_from_bounds(inputs.problem, facts, where.plan, &plan)
+                       : make_plan(inputs.problem, inputs.cu_seqlens, facts, where.plan, &plan));
+    io::Buffer workspace(plan.workspace_bytes);
+    workspace.fill(0xff);
+    Tensors tensors = inputs.tensors();
+    if (where.from_bounds) tensors.cu_seqlens = inputs.cu_seqlens.data();
+    outputs.attach(&tensors);
+    tensors.checkpoint_offsets = offsets.data();
+    tensors.checkpoint_indices = slots.data();
+    throw_if_error(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()));
+    std::memcpy(&flags, plan::find_block(plan, workspace.data(), "device_flags"), sizeof flags);
+  }
+  std::size_t bytes() const {
+    const Problem& p = inputs.problem;
+    return size(p.num_value_heads * p.key_dim * p.value_dim *
+                dtype_size(p.checkpoints->tensor.dtype));
+  }
+  /// Whether slot n was left as it was.
+  bool untouched(std::size_t n) const {
+    const auto* at = outputs.checkpoints.as<unsigned char>() + n * bytes();
+    return std::all_of(at, at + bytes(), [](unsigned char x) { return x == 0xff; });
+  }
+  /// A checkpoint, as the final state of the tokens before it in float64 has it.
+  void expect_right(std::size_t n, const test::RunOptions& where, const std::string& what) const {
+    Inputs prefix = test::only_sequence(inputs, n);
+    prefix = test::slice(prefix, 0, offsets[n]);
+    Problem& p = prefix.problem;
+    p.final_state->tensor.dtype = p.checkpoints->tensor.dtype;
+    p.final_state->num_slots = 1;
+    p.checkpoints.reset();
+    p.checkpoint_every = 0;
+    p.checkpoint_offsets = false;
+    check::Outputs there = check::make_outputs(&p, where.out_dtype);
+    const std::size_t row = outputs.o.size() / size(inputs.problem.num_tokens);
+    std::memcpy(there.o.data(), outputs.o.data() + size(inputs.cu_seqlens[n]) * row,
+                there.o.size());
+    std::memcpy(there.final_state.data(), outputs.checkpoints.data() + n * bytes(), bytes());
+    const check::Comparison comparison = check::compare(prefix, p, there,
+                                                        {.marginal = check::is_marginal(inputs),
+                                                         .operands = check::operands_of(plan),
+                                                         .num_threads = test::oracle_threads()});
+    const auto* state = comparison.worst_final_state();
+    test::note(what, 0, state->error);
+    EXPECT_TRUE(comparison.within())
+        << what << ", sequence " << n << ": " << state->error << " of " << state->tolerance;
+  }
+};
+
+/// In segments behind first ones, at a boundary, in a first segment, in sequences that are not cut:
+/// with lengths on the host and on the device, and outputs with the bits of a call without them.
+TEST_P(DeviceCutResults, CheckpointsAtOffsets) {
+  const bool wide = GetParam().K == 128, fp16 = GetParam().dtype == DType::kFloat16;
+  check::GenerateOptions some = options({1100, 70, 0, 600, 40}, 1);
+  some.regime = std::array{Regime::kTrained, Regime::kStructured, Regime::kSoftplus,
+                           Regime::kSlow}[(wide ? 1 : 0) + (fp16 ? 2 : 0)];
+  const Inputs inputs = check::generate(some);
+  const std::string name = check::regime_name(some.regime);
+  test::RunOptions where = run();
+  const test::Result plain = test::run_inputs(inputs, where);
+  ASSERT_TRUE(plain.plan.segmented);
+  const auto boundary = static_cast<int32_t>(plain.plan.segments[0].end);
+  for (const auto& [last, behind] : test::in_turn(
+           wide == fp16 ? 1 : 0, std::vector{std::pair{1088, 16}, std::pair{boundary, 592}})) {
+    Tracked host(inputs, {last, 64, 16, behind, -16},
+                 last == boundary ? DType::kBFloat16 : DType::kFloat32);
+    Tracked device = host;
+    host.run(where);
+    ASSERT_EQ(host.plan.segments.size(), plain.plan.segments.size()) << name;
+    where.from_bounds = true;
+    device.run(where);
+    where.from_bounds = false;
+    ASSERT_TRUE(device.plan.device_cut.on);
+    EXPECT_EQ(host.flags | device.flags, 0);
+    EXPECT_TRUE(test::same_bits(host.outputs.o, plain.outputs.o)) << name;
+    EXPECT_TRUE(test::same_bits(host.outputs.final_state, plain.outputs.final_state)) << name;
+    EXPECT_TRUE(test::same_bits(host.outputs.o, device.outputs.o)) << name;
+    EXPECT_TRUE(test::same_bits(host.outputs.final_state, device.outputs.final_state)) << name;
+    EXPECT_TRUE(test::same_bits(host.outputs.checkpoints, device.outputs.checkpoints)) << name;
+    for (const std::size_t n : {0, 1, 3}) host.expect_right(n, where, name);
+    EXPECT_TRUE(host.untouched(2) && host.untouched(4));
+  }
+}
+
+/// Offsets and slots that are none are flagged, and nothing is stored for them.
+TEST_P(DeviceCutResults, OffsetsThatAreNoCheckpointsAreFlagged) {
+  const Inputs inputs = check::generate(options({1100, 70}, 1));
+  const auto turn = size(GetParam().K / 64 + (GetParam().dtype == DType::kFloat16 ? 2 : 0));
+  for (const auto& [offset, slot] : test::in_turn(
+           turn, std::vector{std::pair{1000, 0}, std::pair{1104, 0}, std::pair{992, 2}})) {
+    Tracked call(inputs, {offset, 48}, DType::kFloat32);
+    call.slots[0] = slot;
+    test::RunOptions where = run();
+    where.from_bounds = slot == 0;
+    call.run(where);
+    EXPECT_EQ(call.flags, kBadCheckpointIndex) << offset;
+    EXPECT_TRUE(call.untouched(0)) << offset;
+    EXPECT_FALSE(call.untouched(1)) << offset;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, DeviceCutResults,
