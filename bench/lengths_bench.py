@@ -47,29 +47,32 @@ def inputs(tokens, heads):
                 lower_bound=-5.0)
 
 
-def gpu_us(call):
-    times = []
+def gpu_us(calls):
+    """Of each of `calls`, which take turns: a clock that goes up or down is that of all."""
+    times = {what: [] for what in calls}
     for turn in range(REPEATS + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SLEEP_CYCLES)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        if turn >= 3:
-            times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+        for what, call in calls.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(SLEEP_CYCLES)
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if turn >= 3:
+                times[what].append(begin.elapsed_time(end) * 1e3)
+    return {what: statistics.median(found) for what, found in times.items()}
 
 
-def host_us(call):
-    times = []
+def host_us(calls):
+    times = {what: [] for what in calls}
     for _ in range(HOST_CALLS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
+        for what, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            times[what].append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(times)
+    return {what: statistics.median(found) for what, found in times.items()}
 
 
 def forwards(libkda, lengths, heads):
@@ -128,11 +131,13 @@ def backwards(libkda, lengths, heads):
 
 
 def measure(libkda, name, lengths, heads):
-    times = lambda calls: {what: {"gpu_us": gpu_us(call), "host_us": host_us(call)} for what, call in calls.items()}
+    def times(calls):
+        gpu, host = gpu_us(calls), host_us(calls)
+        return {what: {"gpu_us": gpu[what], "host_us": host[what]} for what in calls}
+
     with torch.no_grad():
-        row = {"case": f"--seq-lens {name}"} | times(forwards(libkda, lengths, heads))
-        if name in TRACKED:
-            row.update(times(tracked(lengths, heads)))
+        calls = forwards(libkda, lengths, heads) | (tracked(lengths, heads) if name in TRACKED else {})
+        row = {"case": f"--seq-lens {name}"} | times(calls)
     for names, calls in ((BACKWARDS, backwards), (STEPS, step)):
         if name in names:
             row.update(times(calls(libkda, lengths, heads)))
