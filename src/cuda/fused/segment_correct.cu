@@ -415,7 +415,7 @@ struct StateBlocks {
         final_states(a.final_state.base ? count * of_sequence : 0),
         all(final_states + (a.checkpoints.base ? count * of_sequence : 0)) {}
   __device__ bool checkpoint(int64_t i) const { return i >= final_states; }
-  /// Of those that have states of this kind.
+  /// Number of the sequence whose state block i makes a part of.
   __device__ int64_t number(int64_t i) const {
     return (i - (checkpoint(i) ? final_states : 0)) / of_sequence;
   }
