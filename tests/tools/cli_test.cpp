@@ -208,6 +208,9 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
       "bench backward --milliseconds 1 --case '--tokens 100 --heads 1 --key-dim 16 --dtype fp32'");
   EXPECT_EQ(bench.exit_code, 0) << bench.err;
   EXPECT_NE(bench.out.find("of forward"), std::string::npos) << bench.out;
+}
+
+TEST_F(Cli, MemoryOfACutFromBounds) {
   const std::string plan = "plan --heads 32 --seq-lens 64K --explain";
   const Ran cut = kda(plan + " --bounds"),
             kept = kda(plan + " --bounds --most-cut-bytes 500000000");
