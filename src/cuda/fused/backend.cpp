@@ -213,6 +213,11 @@ bool joins_in_one_pass(const Plan& plan) {
   return plan.segmented && plan.resolved.segment_method == SegmentMethod::kOnePass;
 }
 
+const char* states_corrected(const Problem& p) {
+  return p.checkpoint_offsets ? "o += Qt S_in; final states, checkpoints from M and B up to them"
+                              : "o += Qt S_in; final states";
+}
+
 void list_one_pass(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const int64_t heads = plan.problem.num_value_heads, behind = num_behind_first(plan);
@@ -222,7 +227,7 @@ void list_one_pass(plan::PlanBuilder& builder) {
                     plan.early_exit ? ", until M is small" : ""));
   builder.stage("segment_merge", plan.problem.num_sequences * heads,
                 "start states of third segments on, in order");
-  builder.stage("segment_correct", behind * heads, "o += Qt S_in; final states");
+  builder.stage("segment_correct", behind * heads, states_corrected(plan.problem));
 }
 
 /// Bytes that segments behind first ones need, `behind` of them: outputs of transitions with their
@@ -295,7 +300,8 @@ void list_device_cut(plan::PlanBuilder& builder) {
                 "at most; outputs from zero, and M with its outputs behind first segments");
   builder.stage("segment_merge", behind * heads,
                 "at most; start states of third segments on, in order");
-  builder.stage("segment_correct", behind * heads, "at most; o += Qt S_in; final states");
+  builder.stage("segment_correct", behind * heads,
+                cat("at most; ", states_corrected(plan.problem)));
 }
 
 /// Books the units of so many segments, `behind` of them behind first ones and each of these with a

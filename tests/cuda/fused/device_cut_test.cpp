@@ -665,6 +665,31 @@ TEST_P(DeviceCutResults, CheckpointsAtOffsets) {
   }
 }
 
+/// Behind the token at which the transition of its segment has exited, and before it.
+TEST_F(DeviceCut, CheckpointsPastAnEarlyExit) {
+  if (test::emulated()) GTEST_SKIP() << "takes minutes there: 80,000 tokens";
+  check::GenerateOptions some = test::shape16(0, 1, 128, 128);
+  some.seq_lens = {80000, 300};
+  const Inputs inputs = check::generate(some);
+  test::RunOptions where{.plan = test::with_backend("cuda.sm90.fused"),
+                         .out_dtype = DType::kBFloat16};
+  where.num_sms = 8;
+  const test::Result plain = test::run_inputs(inputs, where);
+  ASSERT_TRUE(plain.plan.early_exit);
+  const auto end = static_cast<int32_t>(plain.plan.segments[0].end);
+  for (const int32_t offset : {79984, end + 64}) {
+    Tracked host(inputs, {offset, 288}, DType::kFloat32), device = host;
+    host.run(where);
+    EXPECT_TRUE(host.plan.early_exit);
+    where.from_bounds = true;
+    device.run(where);
+    where.from_bounds = false;
+    EXPECT_TRUE(test::same_bits(plain.outputs.o, host.outputs.o)) << offset;
+    EXPECT_TRUE(test::same_bits(host.outputs.checkpoints, device.outputs.checkpoints)) << offset;
+    for (const std::size_t n : {0, 1}) host.expect_right(n, where, cat("offset ", offset));
+  }
+}
+
 /// Offsets and slots that are none are flagged, and nothing is stored for them.
 TEST_P(DeviceCutResults, OffsetsThatAreNoCheckpointsAreFlagged) {
   const Inputs inputs = check::generate(options({1100, 70}, 1));
