@@ -11,8 +11,9 @@
 //
 // Barriers: arrivals of a turn, a turn is a chunk and value head (init_barriers() in shared.cuh)
 //   name              who arrives (count)           who waits        what it protects
-//   rows_full         load, twice (128)             compute          q, k, gates, beta and bias are there
-//   values_full       load (64), bulk copies (1)    compute, store   d_o, E, dZ, S0, dS are there
+//   numbers_full      load (64)                     compute          beta, bias and where rows of gates lie are there
+//   values_full       load (64), bulk copies (1)    compute, store   gates, d_o, E, dZ, S0, dS are there
+//   rows_full         load (64)                     compute          q, k are there: they come last
 //   scaled            compute (256)                 store            fp16: all columns of dZ have one power of two
 //   d_o_empty         compute (256)                 load             d_o was read
 //   d_state_empty     compute (256)                 load             dS and E were read
@@ -22,7 +23,6 @@
 //   out_empty         store (64), twice             compute          `out` was stored
 //   gates_done[2]     compute (256)                 store            dg is where the gates were; sums are there
 //   gates_empty[2]    store (64)                    load             dg was stored: gates of the turn after next
-//   numbers_full      load (64)                     compute          with rows of gates: where they are is known
 //   bar.sync 1 (2)    compute of a value head       the same         factors, pairs, shares that warps share
 //
 // Shared memory (Shared in shared.cuh): one place for d_o, E, dZ, S0, dS, q, k; two for gates and numbers;
@@ -32,9 +32,9 @@
 // One turn, run_chunk(), in order (D(j, i): product of the decays of tokens j + 1 to i)
 //   begin_pairs       P = d_o E^T by one warpgroup, -R = dZ E^T by the other (wgmma); of a pair each has both
 //   begin_state       S0 d_o^T, beside:
-//   find_factors      norms of q and k, beta: factors of rows and columns
 //   find_decays       gates to log decays, summed from the start of each sub-chunk of 16 tokens; a chunk with one
 //                     out of range falls back
+//   find_factors      norms of q and k, beta: factors of rows and columns
 //   store_pairs       pairs below the diagonal, scaled, to shared memory; dZ_j . E_j, from which dbeta is
 //   multiply_states   rowsum over V of S0 dS, for dg
 //   add_queries       dq_i = D(start, i) S0 d_o_i + sum_j<=i P_ij beta_j D(j, i) k_j
@@ -66,9 +66,8 @@ __device__ __forceinline__ void run_chunk(const C& c) {
   Tokens pairs, by_dz, queries, dG;  // by_dz: of a pair
   Decays d;
   RawGates<C::kGates> gates;
-  if constexpr (C::kGates == GradGates::kRows) wait_full(s.gates.numbers_full, c.turn);
+  wait_full(s.numbers_full, c.turn);
   begin_gates(c, gates);
-  wait_full(s.rows_full, c.turn);
   wait_full(s.values_full, c.turn);
   if constexpr (C::kWide) level_operands(c);
   ptx::fence_async_proxy();  // d_o was not copied by it
@@ -79,8 +78,9 @@ __device__ __forceinline__ void run_chunk(const C& c) {
     begin_pairs(c, c.group() == 0 ? s.d_o : s.dz, pairs);
   ptx::wgmma_commit();
   begin_state(c, s.state, s.d_o, queries);
-  find_factors(c);
   find_decays<kMode>(c, gates, d);
+  wait_full(s.rows_full, c.turn);
+  find_factors(c);
   c.sync();
   c.template fence<Fence::kBeforePairs>();
   ptx::wgmma_wait<1>();

@@ -221,8 +221,7 @@ __device__ __forceinline__ void run_loads(const Args& a, SharedOf<kHeads, kGates
     store_numbers(a, task, thread, raw, s.numbers[turn % 2]);
     if constexpr (kWide)
       if (thread < 32) store_scales(back, thread, s.of_elements.scales[turn % 2]);
-    if constexpr (kGates == GradGates::kRows) ptx::mbarrier_arrive(s.gates.numbers_full);
-    ptx::mbarrier_arrive(s.rows_full);
+    ptx::mbarrier_arrive(s.numbers_full);
     wait_empty(s.d_state_empty, turn);
     if (thread == 0) {
       ptx::mbarrier_arrive_expect_tx(

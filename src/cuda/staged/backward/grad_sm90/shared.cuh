@@ -113,9 +113,7 @@ struct GatePlaces<GradGates::kTiles> {
   Tile of_turn[2][kHalves];  // dg takes their place
 };
 template <>
-struct alignas(1024) GatePlaces<GradGates::kRows> {
-  ptx::Mbarrier numbers_full;  // rows are read before q and k are there
-};
+struct alignas(1024) GatePlaces<GradGates::kRows> {};  // none; tiles behind it stay aligned
 template <>
 struct alignas(1024) GatePlaces<GradGates::kHead> {
   float dg[kChunk][kComputeWarps + 1];  // sums over channels, by warp
@@ -145,8 +143,9 @@ struct alignas(1024) Shared {
   unsigned out_of_range[2][kComputeWarps];
   [[no_unique_address]] ElementParts<T> of_elements;
   // Full: by the warps that load.
-  ptx::Mbarrier values_full;  // d_o, E, dZ, S0, dS
-  ptx::Mbarrier rows_full;    // q, k, gates, numbers
+  ptx::Mbarrier numbers_full;  // also where rows of gates lie
+  ptx::Mbarrier values_full;   // gates, d_o, E, dZ, S0, dS
+  ptx::Mbarrier rows_full;     // q, k
   // Empty: by the warps that compute; state_empty also by those that store, which read dZ.
   ptx::Mbarrier d_o_empty, d_state_empty, state_empty, q_empty, k_empty;
   ptx::Mbarrier out_full, out_empty;            // dq, dk
@@ -159,8 +158,9 @@ using SharedOf = Shared<kCountOf<kHeads>, kGates, T>;
 /// __syncwarp() to one that arrives.
 template <class S>
 __device__ __forceinline__ void init_barriers(S& s) {
+  ptx::mbarrier_init(s.numbers_full, kCopiers);
   ptx::mbarrier_init(s.values_full, kCopiers + 1);
-  ptx::mbarrier_init(s.rows_full, 2 * kCopiers);
+  ptx::mbarrier_init(s.rows_full, kCopiers);
   for (ptx::Mbarrier* empty : {&s.d_o_empty, &s.d_state_empty, &s.q_empty, &s.k_empty})
     ptx::mbarrier_init(*empty, kComputeThreads);
   ptx::mbarrier_init(s.state_empty, kComputeThreads + kCopiers);
@@ -170,7 +170,6 @@ __device__ __forceinline__ void init_barriers(S& s) {
     ptx::mbarrier_init(s.gates_done[i], kComputeThreads);
     ptx::mbarrier_init(s.gates_empty[i], kCopiers);
   }
-  if constexpr (S::kGates == GradGates::kRows) ptx::mbarrier_init(s.gates.numbers_full, kCopiers);
   if constexpr (S::kWide) ptx::mbarrier_init(s.of_elements.scaled, kComputeThreads);
   ptx::mbarrier_init_fence();
 }
