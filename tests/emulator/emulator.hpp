@@ -153,6 +153,7 @@ inline int __reduce_max_sync(unsigned mask, int x) {
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline float __uint_as_float(uint32_t x) {
   float y;

@@ -21,7 +21,8 @@ namespace {
 namespace oracle = cpu::oracle;
 
 constexpr int64_t kTokens = 70, kHeads = 2, kValueHeads = 4, kKey = 33, kValue = 40, kSlots = 5;
-constexpr int64_t kRows = 20;  // R: up to 5 tokens a decode
+constexpr int64_t kRows = 20;      // R: up to 5 tokens a decode
+constexpr int64_t kManyRows = 47;  // up to 32
 
 /// As the type of a pool: bf16, split.
 constexpr DType kSplit = DType::kInt16;
@@ -32,12 +33,13 @@ struct Sizes {
   DType dtype = DType::kFloat32;
   check::Regime regime = check::Regime::kNeedle;
   bool head_gates = false;  ///< and one bias a head
+  int64_t rows = kRows, slots = kSlots;
 };
 
 /// A pool, its tails, and one call on them.
 struct World {
   check::Inputs inputs;  ///< one sequence of kTokens
-  int64_t K, V;
+  int64_t K, V, R, num_slots;
   io::Buffer pool, k, g, v_new, rest, v, beta;  ///< the last three of split states
   std::vector<int32_t> folded;
   std::vector<int32_t> slots = {2}, positions = {0}, sources, parents, accepted;
@@ -47,13 +49,14 @@ struct World {
   std::string backend;
   std::string of_forward;  ///< the backend of a forward; empty: `backend`
   bool on_cpu = false;     ///< where others are on a GPU
+  int32_t num_sms = 0;     ///< plan for a GPU of so few; 0: of all
   DType out = DType::kFloat32;
   std::vector<std::vector<int32_t>> folded_after;  ///< of pieces
   int32_t flags = 0;                               ///< device_flags of the last call on a GPU
 
   explicit World(StateLayout layout = StateLayout::kKV, DType states = DType::kFloat32,
                  const Sizes& sizes = {})
-      : K(sizes.K), V(sizes.V) {
+      : K(sizes.K), V(sizes.V), R(sizes.rows), num_slots(sizes.slots) {
     check::GenerateOptions options = test::shape(kTokens, kHeads, K, V);
     options.num_value_heads = kValueHeads;
     options.dtype = sizes.dtype;
@@ -69,12 +72,12 @@ struct World {
       buffer.fill(0xff);
       return buffer;
     };
-    pool = made(kSlots * kValueHeads * K * V, state_dtype);
-    k = made(kSlots * kHeads * kRows * K), g = made(kSlots * kValueHeads * kRows * K);
-    v_new = made(kSlots * kValueHeads * kRows * V);
-    rest = made(kSlots * kValueHeads * K * V, DType::kInt16);
-    v = v_new, beta = made(kSlots * kValueHeads * kRows);
-    folded.assign(kSlots * kValueHeads, -1);
+    pool = made(num_slots * kValueHeads * K * V, state_dtype);
+    k = made(num_slots * kHeads * R * K), g = made(num_slots * kValueHeads * R * K);
+    v_new = made(num_slots * kValueHeads * R * V);
+    rest = made(num_slots * kValueHeads * K * V, DType::kInt16);
+    v = v_new, beta = made(num_slots * kValueHeads * R);
+    folded.assign(num_slots * kValueHeads, -1);
   }
 
   void give_one_bias() {
@@ -96,10 +99,10 @@ struct World {
     p.num_tokens = end - begin;
     p.o = contiguous(out, {N, end - begin, kValueHeads, V});
     if (!lengths.empty()) p.cu_seqlens = DType::kInt64, p.batch = 1;
-    p.initial_state = states(p, state_dtype, kSlots, true);
+    p.initial_state = states(p, state_dtype, num_slots, true);
     p.initial_state_mask = true;
-    p.tail = tails(p, kRows);
-    if (split) p.tail->split = split_states(p, kRows);
+    p.tail = tails(p, R);
+    if (split) p.tail->split = split_states(p, R);
     p.tail->sources = !sources.empty();
     p.tail->accepted_columns = static_cast<int64_t>(accepted.size()) / N;
     if (!parents.empty()) {
@@ -109,9 +112,10 @@ struct World {
     change(&p);
     Plan plan;
     const bool other = operation == Operation::kForward && !of_forward.empty();
-    KDA_RETURN_IF_ERROR(make_plan_from_bounds(p, on_cpu ? cpu_facts() : test::device_of(backend),
-                                              test::with_backend(other ? of_forward : backend),
-                                              &plan));
+    DeviceFacts device = on_cpu ? cpu_facts() : test::device_of(backend);
+    if (num_sms > 0) device.num_sms = num_sms;
+    KDA_RETURN_IF_ERROR(
+        make_plan_from_bounds(p, device, test::with_backend(other ? of_forward : backend), &plan));
     io::Buffer workspace(plan.workspace_bytes);
     workspace.fill(0xff);
     o->assign(static_cast<std::size_t>(N * (end - begin) * kValueHeads * V), NAN);
@@ -146,11 +150,12 @@ struct World {
   std::vector<double> state(int64_t slot, int64_t head) const {
     const Problem p = inputs.problem;
     if (!split)
-      return oracle::load_state(p, states(p, state_dtype, kSlots, true), pool.data(), slot, head);
-    io::Buffer joined(static_cast<std::size_t>(kSlots * kValueHeads * K * V) * 4);
-    for (int64_t i = 0; i < kSlots * kValueHeads * K * V; ++i)
+      return oracle::load_state(p, states(p, state_dtype, num_slots, true), pool.data(), slot,
+                                head);
+    io::Buffer joined(static_cast<std::size_t>(num_slots * kValueHeads * K * V) * 4);
+    for (int64_t i = 0; i < num_slots * kValueHeads * K * V; ++i)
       joined.as<float>()[i] = join_float(pool.as<uint16_t>()[i], rest.as<int16_t>()[i]);
-    return oracle::load_state(p, states(p, DType::kFloat32, kSlots, true), joined.data(), slot,
+    return oracle::load_state(p, states(p, DType::kFloat32, num_slots, true), joined.data(), slot,
                               head);
   }
   /// All that calls write but o and `folded`.
@@ -162,7 +167,7 @@ struct World {
 
   /// Bytes of a slot.
   std::size_t slot_bytes(io::Buffer World::*of) const {
-    return (this->*of).size() / static_cast<std::size_t>(kSlots);
+    return (this->*of).size() / static_cast<std::size_t>(num_slots);
   }
 
   DType state_dtype;
@@ -452,6 +457,93 @@ TEST(Tail, RowsBehindAFoldOfSplitStatesAreMadeAnew) {
       ASSERT_TRUE(tree.settle().ok() && steps.settle().ok());
       EXPECT_TRUE(same_states(tree, steps)) << backend;
     }
+}
+
+/// Verifies of a sure token and 31 drafts, each of which keeps some of them: along the path of a
+/// tree, or of a chain without `parents`. The oracle has the same calls.
+void expect_verifies_of_32_rows(const std::string& backend, DType states, const Sizes& sizes,
+                                const std::vector<int32_t>& parents,
+                                const std::vector<int32_t>& path) {
+  const double bound = states == kSplit ? 5e-3 : 1e-5;
+  World world(StateLayout::kKV, states, sizes);
+  World truth = world;
+  world.backend = backend;
+  truth.backend = "oracle", truth.on_cpu = true;
+  std::vector<float> o, expected;
+  int64_t at = 7;
+  begin(&world, at), begin(&truth, at);
+  const auto call = [&](int64_t tokens, std::size_t kept) {
+    for (World* w : {&world, &truth}) {
+      w->positions = {static_cast<int32_t>(at)};
+      w->parents = tokens > 1 ? parents : std::vector<int32_t>();
+      ASSERT_TRUE(w->call(kStep, at % 30, at % 30 + tokens, w == &world ? &o : &expected).ok());
+      w->accepted.clear();
+      if (!w->parents.empty())
+        w->accepted.assign(path.begin(), path.begin() + static_cast<std::ptrdiff_t>(kept));
+    }
+    ASSERT_EQ(world.flags, 0);
+    ASSERT_LT(distance(o, expected), bound) << backend << " at " << at;
+    ASSERT_EQ(world.folded, truth.folded);
+    at += static_cast<int64_t>(kept);
+  };
+  for (const std::size_t kept : {path.size(), path.size() / 2, path.size()}) call(32, kept);
+  call(1, 1);
+  for (World* w : {&world, &truth}) {
+    w->positions = {static_cast<int32_t>(at)};
+    ASSERT_TRUE(w->settle().ok());
+  }
+  for (int64_t head = 0; head < kValueHeads; ++head)
+    EXPECT_LT(distance(world.state(2, head), truth.state(2, head)), bound) << backend;
+  const std::string refused = "a tail of R = 47 rows takes 1..32 tokens a sequence, got 33";
+  EXPECT_NE(world.call(kStep, 0, 33, &o).message().find(refused), std::string::npos);
+}
+
+TEST(Tail, VerifiesOf32Rows) {
+  std::vector<int32_t> chain(32), tree(32);
+  std::iota(chain.begin(), chain.end(), 0);
+  for (int32_t t = 0; t < 32; ++t) tree[static_cast<std::size_t>(t)] = (t - 1) / 2;
+  const std::vector<int32_t> path = {0, 2, 6, 14, 30};
+  const Sizes odd{20, 16, DType::kFloat32, check::Regime::kTrained, false, kManyRows};
+  const Sizes fast{64, 64, DType::kBFloat16, check::Regime::kTrained, false, kManyRows};
+  for (const std::string& backend : backends_with_tails()) {
+    expect_verifies_of_32_rows(backend, DType::kFloat32, odd, {}, chain);
+    expect_verifies_of_32_rows(backend, DType::kFloat32, odd, tree, path);
+    expect_verifies_of_32_rows(backend, DType::kFloat32, fast, tree, path);
+    expect_verifies_of_32_rows(backend, kSplit, fast, {}, chain);
+  }
+}
+
+/// More heads than threads that look at them, and more that fold than blocks: sequences that begin
+/// at different positions fold in different calls. A CPU has the same calls.
+TEST(Tail, EveryHeadOfManySequencesIsFolded) {
+  if (!test::on_cuda()) GTEST_SKIP() << "how blocks share folds";
+  constexpr int64_t kSequences = 40, kTogether = 5;
+  World world(StateLayout::kVK, kSplit,
+              {8, 8, DType::kFloat32, check::Regime::kTrained, false, kRows, kSequences});
+  world.slots.resize(kSequences), world.positions.resize(kSequences);
+  world.mask.assign(kSequences, 0);
+  std::iota(world.slots.begin(), world.slots.end(), 0);
+  for (int64_t n = 0; n < kSequences; ++n)
+    world.positions[static_cast<std::size_t>(n)] = static_cast<int32_t>(3 * n % 16);
+  World truth = world;
+  world.num_sms = 1;
+  truth.on_cpu = true;
+  std::vector<float> o, expected;
+  bool folded_apart = false;
+  for (int64_t at = 0; at < 45; at += kTogether)
+    for (World* w : {&world, &truth}) {
+      ASSERT_TRUE(w->call(kStep, at, at + kTogether, w == &world ? &o : &expected).ok());
+      w->mask.assign(kSequences, 1);
+      for (int32_t& position : w->positions) position += kTogether;
+      if (w == &world) continue;
+      ASSERT_EQ(world.folded, truth.folded);
+      ASSERT_LT(distance(o, expected), 5e-3) << at;
+      folded_apart |= truth.folded.front() != truth.folded.back();
+    }
+  EXPECT_TRUE(folded_apart);
+  for (int64_t n = 0; n < kSequences; ++n)
+    for (int64_t head = 0; head < kValueHeads; ++head)
+      ASSERT_LT(distance(world.state(n, head), truth.state(n, head)), 1e-5) << n;
 }
 
 TEST(Tail, TokensBehindABoundaryHaveTheBitsOfSteps) {

@@ -2,7 +2,11 @@
 // The fold of split boundary states (SplitDesc), in front of the decode: it reads and writes all
 // bits. It makes v_new of its rows anew from them, one row after the other, as the recurrence does.
 // Rows that stay behind it get the v_new that follows from the new bf16, which is what later tokens
-// read. A block has a head of a sequence in registers, or some heads, one after the other.
+// read. A block has a head of a sequence in registers.
+//
+// One head in 16 folds, and nobody knows which. As many blocks as run at once look at all heads,
+// and share those that fold: a block for each would have 15 of 16 do nothing but wait for loads.
+// The decode behind writes `folded`, so that all blocks find the same heads.
 #include <algorithm>
 
 #include "cuda/decode/tail/sequence.cuh"
@@ -14,10 +18,11 @@ namespace kda::cuda::tail {
 namespace {
 
 constexpr int kMostThreads = 256;
-constexpr int kRows = 16;         // that lie in shared memory
-constexpr int kQuads = 4;         // of channels, that a thread has in each of its four columns
-constexpr int kLaneRow = 8;       // elements that a lane has of a row
-constexpr int kFewBlocks = 4096;  // with more heads than that a block has some
+constexpr int kRows = 16;    // that lie in shared memory
+constexpr int kQuads = 4;    // of channels, that a thread has in each of its four columns
+constexpr int kLaneRow = 8;  // elements that a lane has of a row
+constexpr int kBlocks = 2;   // of kMostThreads, that an SM has room for
+constexpr int kHeads = 8;    // of a sequence, that a thread looks at
 
 /// Neighbouring threads that share columns: with one kernel for all K.
 KDA_HOST_DEVICE_INLINE int sharers_of(int K) { return K <= 64 ? 4 : K <= 128 ? 8 : 16; }
@@ -355,27 +360,83 @@ __device__ __forceinline__ void fold_columns(const Head& head, int first, int ta
   }
 }
 
-/// Writes `folded` behind a fold: the decode behind sees a tail without the folded rows.
+/// Folds what is due in a head.
 __device__ __forceinline__ void fold_head(const TailArgs& a, int64_t n, int64_t of_head) {
   const Head head(a, n, of_head);
-  if (head.start.skip) return;
   const int target = fold_target(a, n, head.start) - head.start.folded;
-  if (!writes_state(a, head.start, target)) return;
   const int columns = static_cast<int>(blockDim.x) / sharers_of(a.shape.K) * 4;
 #pragma unroll 1
   for (int first = 0; first < a.shape.V; first += columns) fold_columns(head, first, target);
-  if (threadIdx.x == 0) *folded_word(a, head.start.slot, of_head) = head.start.folded + target;
 }
 
-__global__ void __launch_bounds__(kMostThreads, 2)
+/// The heads of a group, kHeads of a sequence, that fold: bits.
+__device__ __forceinline__ unsigned folds_of(const TailArgs& a, int64_t n, int64_t group) {
+  const Start place = place_of(a, n);
+  if (place.skip || num_computed(a, n, decode::tokens_of(a, n)) < 0) return 0;
+  unsigned folds = 0;
+#pragma unroll
+  for (int j = 0; j < kHeads; ++j) {
+    const int64_t head = min(group * kHeads + j, static_cast<int64_t>(a.shape.HV - 1));
+    Start start = place;
+    read_folded(a, n, head, &start);
+    const bool is_due = writes_state(a, start, fold_target(a, n, start) - start.folded);
+    if (!start.skip && is_due && group * kHeads + j < a.shape.HV) folds |= 1u << j;
+  }
+  return folds;
+}
+
+/// The sum of `count` over the threads in front, and over all of the block. It meets twice.
+__device__ __forceinline__ int2 sums_in_front(int count) {
+  __shared__ int of_warps[kMostThreads / 32];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  int upto = count;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(~0u, upto, step);
+    if (lane >= step) upto += before;
+  }
+  __syncthreads();
+  if (lane == 31) of_warps[warp] = upto;
+  __syncthreads();
+  int front = upto - count, all = 0;
+  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) {
+    front += w < warp ? of_warps[w] : 0;
+    all += of_warps[w];
+  }
+  return {front, all};
+}
+
+__device__ __forceinline__ int position_of_bit(unsigned bits, int index) {
+  for (; index > 0; --index) bits &= bits - 1;
+  return __ffs(static_cast<int>(bits)) - 1;
+}
+
+__global__ void __launch_bounds__(kMostThreads, kBlocks)
     fold_split_kernel(const __grid_constant__ TailArgs a) {
+  __shared__ int64_t chosen;
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
-  const auto groups = gridDim.x / static_cast<unsigned>(a.map.num_sequences);
-  const int64_t n = blockIdx.x / groups;
-  if (num_computed(a, n, decode::tokens_of(a, n)) < 0) return;
+  const unsigned groups = (static_cast<unsigned>(a.shape.HV) + kHeads - 1) / kHeads;
+  const int64_t all = a.map.num_sequences * groups;
+  int64_t next = blockIdx.x, found = 0;  // of the folds, in order
 #pragma unroll 1
-  for (int64_t head = blockIdx.x % groups; head < a.shape.HV; head += groups) fold_head(a, n, head);
+  for (int64_t first = 0; first < all; first += blockDim.x) {
+    const int64_t i = first + threadIdx.x, n = i / groups, group = i % groups;
+    const unsigned folds = i < all ? folds_of(a, n, group) : 0;
+    const int2 sums = sums_in_front(__popc(folds));
+#pragma unroll 1
+    for (; next < found + sums.y; next += gridDim.x) {
+      const int64_t index = next - found - sums.x;
+      if (index >= 0 && index < __popc(folds))
+        chosen = n * a.shape.HV + group * kHeads + position_of_bit(folds, static_cast<int>(index));
+      __syncthreads();
+      const int64_t head = chosen;
+      fold_head(a, a.shape.heads.quotient(static_cast<unsigned>(head)),
+                a.shape.heads.remainder(static_cast<unsigned>(head)));
+      __syncthreads();
+    }
+    found += sums.y;
+  }
 }
 
 }  // namespace
@@ -383,11 +444,11 @@ __global__ void __launch_bounds__(kMostThreads, 2)
 Status launch_fold_split(const TailArgs& args, const Launch& where) {
   const int64_t N = args.map.num_sequences;
   if (N == 0) return {};
-  const int64_t groups = std::clamp<int64_t>(kFewBlocks / N, 1, args.shape.HV);
   const int columns = 128 / sharers_of(args.shape.K);  // of a warp
   const int warps = std::min((args.shape.V + columns - 1) / columns, kMostThreads / 32);
-  return launch_kernel("fold_split", fold_split_kernel, N * groups, 32 * warps,
-                       4 * FoldRows::of(args.shape).floats(), where, args);
+  const int64_t at_once = int64_t{args.ahead} * kBlocks * (kMostThreads / 32 / warps);
+  return launch_kernel("fold_split", fold_split_kernel, std::min(N * args.shape.HV, at_once),
+                       32 * warps, 4 * FoldRows::of(args.shape).floats(), where, args);
 }
 
 }  // namespace kda::cuda::tail

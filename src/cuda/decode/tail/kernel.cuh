@@ -183,12 +183,17 @@ struct State {
   bool is_written;  ///< from the one to the other
 };
 
-/// Split states have been written by then (launch_fold_split).
-template <bool kMayBeSplit>
 __device__ __forceinline__ State state_of(const TailArgs& a, const Start& start, int target) {
   const bool is_written = writes_state(a, start, target);
-  return {start.source, is_written ? start.slot : start.source,
-          is_written && !(kMayBeSplit && a.rest.base)};
+  return {start.source, is_written ? start.slot : start.source, is_written};
+}
+
+/// launch_fold_split() has written the state, and has left `folded` as it was.
+__device__ __forceinline__ void go_behind_split_fold(const TailArgs& a, int64_t n, Start* start) {
+  if (!a.rest.base || a.most_sure < kTailBoundary) return;
+  const int32_t target = fold_target(a, n, *start);
+  if (!writes_state(a, *start, target - start->folded)) return;
+  start->folded = target, start->source = start->slot;
 }
 
 /// Folds rows [0, target), in groups, into the columns of a tile, and writes them. Patches in pairs
@@ -314,7 +319,7 @@ template <class Columns, class Rows>
 __device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, int column0) {
   constexpr bool kDense = Rows::kIsDense;
   const TailArgs& a = rows.a;
-  const State state = state_of<Columns::kMayBeSplit>(a, rows.start, path.first);
+  const State state = state_of(a, rows.start, path.first);
   const bool mine = kDense || column0 < a.shape.V;
 #pragma unroll 1
   for (int token = 0; token < max(rows.count, 1); token += kBatch) {
@@ -369,6 +374,7 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
     if (a.zero_skipped) zero_outputs(a, unit, tokens, tokens.begin);
     return;
   }
+  if constexpr (Columns::kMayBeSplit) go_behind_split_fold(a, unit.n, &start);
   Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
   const Path path = make_rows(&rows);
   run_columns<Columns>(rows, path, rows.warp * kWarpColumns);

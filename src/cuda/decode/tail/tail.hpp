@@ -77,7 +77,7 @@ Status launch_planes(const PlanesArgs& args, const Launch& launch);
 
 /// Moves the rows that accepted_rows lists together, before the decode.
 Status launch_move_accepted(const TailArgs& args, const Launch& launch);
-/// Folds split states, before the decode.
+/// Folds split states, before the decode, which writes `folded`.
 Status launch_fold_split(const TailArgs& args, const Launch& launch);
 Status launch_tail_decode(const TailArgs& args, const Launch& launch);
 /// Copies the tokens' rows of k into the tail, behind the decode.
