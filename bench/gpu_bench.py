@@ -24,11 +24,15 @@ BENCHMARKS = {
     "lengths": ["lengths"],
     "launches": ["short"],
     "decode": ["decode_gpu"],
+    "tails": ["tails", "verify"],
     "backward": ["flagship", "gva"],
     "fused": ["flagship", "gva", "cudnn10", "streams", "gates", "sizes"],
 }
 # Benchmarks of `kda bench forward` on these backends, one after the other at every case.
 BACKENDS = {"fused": ["fused", "staged"]}
+# Flags of `kda bench decode` for each set of the benchmark of tails, which runs with all these boundary states.
+TAILS = {"tails": ["--tail"], "verify": ["--tail", "--verify"]}
+BOUNDARY_STATES = ("fp32", "bf16", "split")
 # Benchmarks of which each case runs with these policies, on and off: `auto` first, whose rows are those of the file.
 POLICIES = {"context-parallel": ["auto", "flashkda", "cula"]}
 
@@ -55,6 +59,21 @@ def run_backends(kda, what, name):
         for case in report["cases"]:
             case["backend"] = backend
     return reports[0] | {"cases": [case for row in zip(*(r["cases"] for r in reports)) for case in row]}
+
+
+def run_tails(kda, name):
+    """The reports of a set with all types of boundary states as one."""
+    reports = [run_set(kda, "decode", name, [*TAILS[name], "--boundary-states", states]) for states in BOUNDARY_STATES]
+    for states, report in zip(BOUNDARY_STATES, reports):
+        for case in report["cases"]:
+            case["boundary_states"] = states
+    return reports[0] | {"cases": [case for report in reports for case in report["cases"]]}
+
+
+def run_any(kda, what, name):
+    if what == "tails":
+        return run_tails(kda, name)
+    return run_backends(kda, what, name) if what in BACKENDS else run_set(kda, what, name)
 
 
 def json_of(kda, *command):
@@ -102,7 +121,7 @@ def policy_table(report):
 
 
 def run_bench(kda, what, sets):
-    reports = [run_backends(kda, what, name) if what in BACKENDS else run_set(kda, what, name) for name in sets]
+    reports = [run_any(kda, what, name) for name in sets]
     found = {"copy_bytes_per_second": reports[0]["copy_bytes_per_second"],
              "cases": [case for report in reports for case in report["cases"]]}
     return found | compare_policies(kda, what, sets, found["cases"]) if what in POLICIES else found

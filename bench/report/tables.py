@@ -678,6 +678,40 @@ def table_gpu_decode():
     return gpu_heads(report, peers) + markdown(header, rows) + source(report, peers)
 
 
+def share_of(row, of):
+    return f'{row["median_s"] / of["median_s"]:.2f}' if of else ""
+
+
+def tail_cells(found):
+    plain, mixed, folds = (found[what] for what in ("decode", "tail", "tail, all fold"))
+    return [microseconds(plain["copy_s"]), microseconds(plain["median_s"]), microseconds(mixed["median_s"]),
+            share_of(mixed, plain), microseconds(folds["median_s"]), share_of(folds, plain)]
+
+
+def verify_cells(found):
+    one, slots = found["decode of one token"], found.get("verify, a slot a token")
+    mixed, folds = found["verify, tail"], found["verify, tail, all fold"]
+    return [microseconds(one["median_s"]), microseconds(slots["median_s"]) if slots else "", microseconds(mixed["median_s"]),
+            share_of(mixed, slots), share_of(mixed, one), microseconds(folds["median_s"])]
+
+
+def table_gpu_tails():
+    """Decode, then verify: a row a type of boundary states and a case. A card must have run it once."""
+    if not (RESULTS / "gpu_tails.json").exists():
+        return "No card has run `./dev gpu-bench tails` yet."
+    report, found = load("gpu_tails"), {}
+    for row in report["cases"]:
+        N, T = (int(re.search(rf"--{name} (\d+)", row["case"])[1]) for name in ("batch", "tokens"))
+        found.setdefault(row["set"], {}).setdefault((row["boundary_states"], N, T), {})[row["what"]] = row
+    head = ["boundary states", "sequences", "a copy", "decode", "tails of random length", "of decode", "all fold", "of decode"]
+    decodes = [[states, str(N), *tail_cells(of)] for (states, N, _), of in found["tails"].items()]
+    verify_head = ["boundary states", "sequences, tokens", "decode of one token", "verify, a slot a token", "verify in a tail",
+                   "of a slot a token", "of a decode of one", "all fold"]
+    verifies = [[states, f"{N}, {T}", *verify_cells(of)] for (states, N, T), of in found["verify"].items()]
+    return (gpu_head(report) + markdown(head, decodes) + "\n\nVerify, of whose tokens 3 in 4 are accepted:\n\n"
+            + markdown(verify_head, verifies) + source(report))
+
+
 def table_gpu_python():
     report = load("gpu_python")
     us = lambda x: f"{x:.0f} us"

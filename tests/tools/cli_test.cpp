@@ -833,6 +833,18 @@ TEST_F(CliOnGpu, TimesEveryStage) {
         kda("bench forward" + tail + "'--seq-lens 20,3 --heads 1 --key-dim 64 --value-dim 64'");
     EXPECT_NE(prefills.out.find("forward, tail"), std::string::npos) << prefills.err;
   }
+  const Ran verify =
+      kda("bench decode --tail --verify --boundary-states bf16 --device cuda --json r.json --case "
+          "'--batch 2 --tokens 4 --heads 1 --key-dim 64 --value-dim 64' --case "
+          "'--batch 1 --tokens 16 --heads 1 --key-dim 64 --value-dim 64'");
+  ASSERT_EQ(verify.exit_code, 0) << verify.err;
+  const nlohmann::json verified = nlohmann::json::parse(read("r.json"));
+  std::vector<std::string> names;
+  for (const auto& row : verified["cases"]) names.push_back(row["what"]);
+  const std::string one = "decode of one token", tail = "verify, tail", all = tail + ", all fold";
+  EXPECT_EQ(names, (std::vector<std::string>{one, "verify, a slot a token", tail, all, one, tail,
+                                             all}));  // no decode without a tail takes 16
+  EXPECT_EQ(kda("bench forward --tail --verify" + forward + " --device cuda").exit_code, 2);
   EXPECT_EQ(kda("bench lengths --tail" + forward + " --device cuda").exit_code, 2);
   // fp32 has no chunk stages.
   EXPECT_EQ(kda("bench intra --case '--tokens 8 --heads 1 --dtype fp32' --device cuda").exit_code,

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""policies_test.py KDA: what ./dev gpu-bench context-parallel reports of the published policies, and the table of
-./dev gpu-bench launches, without a GPU. Times and cards are made up; cases and plans are those of the program KDA."""
+"""policies_test.py KDA: what ./dev gpu-bench context-parallel reports of the published policies, and the tables of
+./dev gpu-bench launches and tails, without a GPU. Times and cards are made up; cases and plans are those of the
+program KDA."""
 import json
 import pathlib
 import stat
@@ -92,15 +93,44 @@ class Policies(unittest.TestCase):
         self.assertRegex(text, r"\| `cula` \| cula guard 1 \| \d \| \+5% \|")
 
 
-class Launches(unittest.TestCase):
-    """The table of `./dev gpu-bench launches`, before and after a card has run it."""
-
+class MadeUpResults(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.results = pathlib.Path(folder.name)
         self.addCleanup(setattr, tables, "RESULTS", tables.RESULTS)
         tables.RESULTS = self.results
+
+    def write(self, what, rows):
+        (self.results / f"gpu_{what}.json").write_text(json.dumps(dict(
+            device="a card", driver="1", toolkit="13", date="2026-01-01", command=f"./dev gpu-bench {what}",
+            families={}, copy_bytes_per_second=4e12, cases=rows)))
+
+
+class Tails(MadeUpResults):
+    """The tables of `./dev gpu-bench tails`, before and after a card has run it."""
+
+    def test_before(self):
+        self.assertEqual(tables.table_gpu_tails(), "No card has run `./dev gpu-bench tails` yet.")
+
+    def test_after(self):
+        row = lambda name, tokens, what, us: dict(  # noqa: E731
+            set=name, case=f"--batch 64 --tokens {tokens} --heads 32", boundary_states="bf16", what=what,
+            median_s=us * 1e-6, copy_s=5e-5)
+        rows = [row("tails", 1, what, us) for what, us in (("decode", 60), ("tail", 45), ("tail, all fold", 90))]
+        for tokens in (4, 16):
+            rows += [row("verify", tokens, what, us) for what, us in (
+                ("decode of one token", 50), ("verify, tail", 75), ("verify, tail, all fold", 80))]
+        rows.append(row("verify", 4, "verify, a slot a token", 150))
+        self.write("tails", rows)
+        text = tables.table_gpu_tails()
+        self.assertIn("| bf16 | 64 | 50.0 | 60.0 | 45.0 | 0.75 | 90.0 | 1.50 |", text)
+        self.assertIn("| bf16 | 64, 4 | 50.0 | 150 | 75.0 | 0.50 | 1.50 | 80.0 |", text)
+        self.assertIn("| bf16 | 64, 16 | 50.0 |  | 75.0 |  | 1.50 | 80.0 |", text)  # a slot a token: 8 at most
+
+
+class Launches(MadeUpResults):
+    """The table of `./dev gpu-bench launches`, before and after a card has run it."""
 
     def test_before(self):
         self.assertEqual(tables.table_gpu_launches(), "No card has run `./dev gpu-bench launches` yet.")
@@ -113,9 +143,7 @@ class Launches(unittest.TestCase):
                  for kind in ("strong", "trained") for what in us]
         rows += [dict(case=f"--tokens 2048 --heads 16 --regime {kind}", what=what, median_s=us[what] * 1e-6, segments=0)
                  for kind in ("strong", "trained") for what in ("off", "all")]
-        (self.results / "gpu_launches.json").write_text(json.dumps(dict(
-            device="a card", driver="1", toolkit="13", date="2026-01-01", command="./dev gpu-bench launches",
-            families={}, copy_bytes_per_second=4e12, cases=rows)))
+        self.write("launches", rows)
         text = tables.table_gpu_launches()
         cells = "48.0 | 22.0 + 8.0 + 12.0 = 42.0"
         self.assertIn(f"| 1,024, 4 | 4 | {cells} | {cells} |", text)

@@ -50,7 +50,7 @@ struct BenchCommand {
   int64_t milliseconds = 0;  ///< 0: not given
   bool head_gates = false;
   std::string head_map;
-  bool tail = false;
+  bool tail = false, verify = false;
   std::string states = "fp32";
   ScheduleFlags schedule;
 
@@ -59,6 +59,9 @@ struct BenchCommand {
     const bool on_gpu = device.kind == DeviceKind::kCuda;
     if (tail && what != "decode" && !(on_gpu && what == "forward"))
       throw Error(invalid("--tail: belongs to decode, on a GPU to forward too, not to ", what,
+                          on_gpu ? "" : " on a CPU"));
+    if (verify && !(on_gpu && what == "decode"))
+      throw Error(invalid("--verify: belongs to decode on a GPU, not to ", what,
                           on_gpu ? "" : " on a CPU"));
     if (on_gpu) return run_gpu(device);
     if (what == "recompute-wu")
@@ -152,7 +155,7 @@ struct BenchCommand {
     for (const std::string& text : texts) case_options(text);
     BenchFiles files(json_path, csv_path);
     GpuBench bench(device);
-    if (tail) bench.with_tails(parse_boundary_states(states));
+    if (tail) bench.with_tails(parse_boundary_states(states), verify);
     std::vector<GpuRow> rows;
     Progress progress("bench");
     for (const std::string& text : texts) {
@@ -195,6 +198,10 @@ void add_bench(CLI::App& app, const std::string& command) {
              "What the pool has in front of a tail; split: bf16, and 16 bits that folds read")
       ->needs(tail)
       ->default_str(c->states);
+  add_switch(*sub, "--verify", &c->verify,
+             "On a GPU: the tokens of a sequence are a sure one and drafts, of which 3 in 4 stay; "
+             "beside it verify with a slot a token, and a decode of one token")
+      ->needs(tail);
   add_values(*sub, "--case", "FLAGS", add_case, "One case as flags of kda gen; may be repeated")
       ->excludes(set);
   add_switch(*sub, "--head-gates", &c->head_gates,

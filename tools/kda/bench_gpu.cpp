@@ -288,6 +288,9 @@ double split_row_bytes(const Problem& p) {
                              (p.value_dim * dtype_size(p.v.dtype) + dtype_size(p.beta.dtype)));
 }
 
+/// How many of the S tokens of a verify stay: 3 in 4.
+int32_t kept_of(int64_t S) { return static_cast<int32_t>(std::max<int64_t>(1, S * 3 / 4)); }
+
 /// The mean of them all: a sequence is folded in some.
 Timing mean_of(const std::vector<double>& seconds) {
   double sum = 0;
@@ -299,10 +302,64 @@ Timing mean_of(const std::vector<double>& seconds) {
 
 }  // namespace
 
+GpuRow GpuBench::time_decode(Case c, const PlanOptions& options) {
+  Problem& p = c.inputs.problem;
+  if (tails_ == BoundaryStates::kBf16) {
+    p.initial_state = states(p, DType::kBFloat16, p.num_sequences);
+    c.inputs.initial_state = io::Buffer(c.inputs.initial_state.size() / 2);
+  }
+  GpuRow row = time_run(c, "decode", options);
+  row.bytes += 2.0 * static_cast<double>(c.inputs.initial_state.size());
+  return row;
+}
+
+std::vector<GpuRow> GpuBench::time_slots_of_drafts(Case c, const PlanOptions& options) {
+  Problem& p = c.inputs.problem;
+  const int64_t N = p.num_sequences, S = p.num_tokens;
+  const DType type = tails_ == BoundaryStates::kBf16 ? DType::kBFloat16 : DType::kFloat32;
+  p.initial_state = states(p, type, N * S, /*indexed=*/true);
+  p.state_index_columns = S;
+  p.num_accepted_tokens = true;
+  if (!supported(p, device_).ok()) return {};
+  const std::size_t of_states =
+      type == DType::kBFloat16 ? c.inputs.initial_state.size() / 2 : c.inputs.initial_state.size();
+  c.inputs.initial_state = io::Buffer(of_states * static_cast<std::size_t>(S));
+  std::vector<int32_t> slots(static_cast<std::size_t>(N * S));
+  std::iota(slots.begin(), slots.end(), 0);
+  const std::vector<int32_t> accepted(static_cast<std::size_t>(N), kept_of(S));
+  Plan plan;
+  throw_if_error(make_plan(p, {}, device_, options, &plan));
+  Tensors host = c.tensors();
+  host.initial_state_indices = slots.data();
+  host.num_accepted_tokens = accepted.data();
+  check::DeviceTensors copies(plan, host);
+  check::DeviceBuffer workspace(plan.workspace_bytes);
+  GpuRow row{c.name, "verify, a slot a token", plan.implementation, {}, 0, 0, 0};
+  row.bytes = total_bytes(c.inputs, c.outputs);
+  row.bytes += static_cast<double>(of_states) * static_cast<double>(1 + S);
+  row.timing = time(
+      [&] { throw_if_error(run(plan, copies.tensors(), workspace.data(), workspace.size())); });
+  return {row};
+}
+
+std::vector<GpuRow> GpuBench::time_verify(const Case& c, const check::GenerateOptions& of,
+                                          const PlanOptions& options) {
+  check::GenerateOptions one = of;
+  one.num_tokens = 1;
+  Case single{c.name, long_inputs(one), {}};
+  make_decode(&single.inputs);
+  single.outputs = check::make_outputs(&single.inputs.problem, single.inputs.problem.v.dtype);
+  std::vector<GpuRow> rows = {time_decode(std::move(single), options)};
+  rows.front().what = "decode of one token";
+  std::ranges::copy(time_slots_of_drafts(c, options), std::back_inserter(rows));
+  std::ranges::copy(time_tails(c, options), std::back_inserter(rows));
+  return rows;
+}
+
 std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& options) {
   Case tailed = c;
   Problem& p = tailed.inputs.problem;
-  const int64_t N = p.num_sequences, S = p.num_tokens;
+  const int64_t N = p.num_sequences, S = p.num_tokens, kept = verify_ ? kept_of(S) : S;
   add_tails(&p, kTailBoundary + S - 1, *tails_);
   Plan plan;
   throw_if_error(make_plan(p, {}, device_, options, &plan));
@@ -328,15 +385,16 @@ std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& optio
   for (int64_t i = -2; i < 2 * kTailBoundary; ++i) {  // the first ones are not timed
     const double time = step();
     if (i >= 0) mixed.push_back(time);
-    rows.set_positions(N, [&](int64_t n) { return rows.position(n) + S; });
+    rows.set_positions(N, [&](int64_t n) { return rows.position(n) + kept; });
   }
   rows.set_positions(N, [](int64_t) { return kTailBoundary; });
   for (int i = 0; i < kRepeats; ++i) {
     rows.begin();
     all_fold.push_back(step());
   }
-  const auto row = [&](const char* what, const std::vector<double>& seconds, double of_states,
-                       double of_rows, double of_split_rows) {
+  const std::string name = verify_ ? "verify, tail" : "tail";
+  const auto row = [&](const std::string& what, const std::vector<double>& seconds,
+                       double of_states, double of_rows, double of_split_rows) {
     GpuRow made{
         c.name, what, plan.implementation, mean_of(seconds), total_bytes(c.inputs, c.outputs),
         0,      0};
@@ -350,9 +408,9 @@ std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& optio
   const auto tokens = static_cast<double>(S);
   const double sure = tokens + (kTailBoundary - 1) / 2.0;
   const StateShares shares = state_shares(p);
-  return {row("tail", mixed, shares.step + shares.fold * tokens / kTailBoundary, sure + tokens,
-              2 * tokens),
-          row("tail, all fold", all_fold, shares.step + shares.fold, kTailBoundary + tokens,
+  const double folds = static_cast<double>(kept) / kTailBoundary;
+  return {row(name, mixed, shares.step + shares.fold * folds, sure + tokens, 2 * tokens),
+          row(name + ", all fold", all_fold, shares.step + shares.fold, kTailBoundary + tokens,
               kTailBoundary + tokens)};
 }
 
@@ -430,9 +488,8 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   if (what == "decode") {
     make_decode(&c.inputs);
     c.outputs = check::make_outputs(&p, p.v.dtype);
-    GpuRow row = time_run(c, what, plan_options);
-    row.bytes += 2.0 * static_cast<double>(c.inputs.initial_state.size());
-    std::vector<GpuRow> rows = {row};
+    if (verify_) return time_verify(c, options, plan_options);
+    std::vector<GpuRow> rows = {time_decode(c, plan_options)};
     if (tails_) std::ranges::copy(time_tails(c, plan_options), std::back_inserter(rows));
     return rows;
   }

@@ -37,8 +37,8 @@ class GpuBench {
   double copy_seconds(double bytes);
 
   /// Times decode with tails of random length beside decode, a forward that ends in tails beside
-  /// one without.
-  void with_tails(BoundaryStates states) { tails_ = states; }
+  /// one without. `verify`: tokens of a decode are a sure one and drafts, of which 3 in 4 stay.
+  void with_tails(BoundaryStates states, bool verify) { tails_ = states, verify_ = verify; }
 
   std::vector<GpuRow> measure(const std::string& what, const std::string& name,
                               const check::GenerateOptions& options, const PlanOptions& plan,
@@ -56,8 +56,15 @@ class GpuBench {
   /// A forward without segments, and where one is cut and joined in one pass the times after each
   /// of its launches; the last row is the whole forward.
   std::vector<GpuRow> time_launches(const Case& c, const PlanOptions& options);
+  /// On a pool in fp32, or in bf16 beside boundary states in bf16.
+  GpuRow time_decode(Case c, const PlanOptions& options);
+  /// Drafts whose states have a slot each, where the backend takes so many.
+  std::vector<GpuRow> time_slots_of_drafts(Case c, const PlanOptions& options);
   /// A step of so many that lead every tail through a fold, and one in which all fold.
   std::vector<GpuRow> time_tails(const Case& c, const PlanOptions& options);
+  /// A decode of one token, verify with a slot a token, verify with tails.
+  std::vector<GpuRow> time_verify(const Case& c, const check::GenerateOptions& of,
+                                  const PlanOptions& options);
   GpuRow time_tail_forward(const Case& c, const PlanOptions& options);
   std::vector<GpuRow> time_lengths(const Case& c, const PlanOptions& options);
   GpuRow time_backward(const Case& c, const std::string& what, const PlanOptions& options,
@@ -68,6 +75,7 @@ class GpuBench {
   struct Flush;
   Flush* flush_;
   std::optional<BoundaryStates> tails_;
+  bool verify_ = false;
   double copy_rate_ = 0;
 };
 
