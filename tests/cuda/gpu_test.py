@@ -28,6 +28,8 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # What is fuzzed, random problems for each tool.
 SANITIZED = {"accuracy": 20, "accuracy --tensor-cores": 72, "accuracy --fused": 30, "accuracy --gdn": 30, "backward": 50,
              "backward --tensor-cores": 50}
+# Test programs that run with each tool too: nothing fuzzes their kernels.
+SANITIZED_TESTS = ("decode_test", "tail_test")
 # Reads how much memory of the GPU is free, which others would change.
 ALONE = "backward_cuda_test"
 # Benchmarks that --report runs, each beside a copy of as many bytes.
@@ -157,9 +159,8 @@ def main():
         prefix = lambda tool: ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
         jobs = [(tool, lambda tool, w=name: run_fuzz(fuzz, w, SANITIZED[w], environment, prefix(tool)))
                 for tool in args.sanitize.split(",") for name in chosen("fuzz", SANITIZED)]
-        if "decode" in families:
-            jobs += [(tool, lambda tool: run_gtest(tests / "decode_test", environment, prefix(tool)))
-                     for tool in args.sanitize.split(",")]
+        jobs += [(tool, lambda tool, name=name: run_gtest(tests / name, environment, prefix(tool)))
+                 for tool in args.sanitize.split(",") for name in chosen("tests", SANITIZED_TESTS)]
         with concurrent.futures.ThreadPoolExecutor() as side_by_side:
             for row in side_by_side.map(lambda job: {"tool": job[0]} | job[1](job[0]), jobs):
                 add(row)
