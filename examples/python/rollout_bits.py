@@ -3,8 +3,8 @@
 """Reinforcement learning whose rollouts have the bits of training: a policy of one KDA layer learns to count. After
 each rollout the training forward computes the log-probabilities of the tokens again: they differ by exactly 0, so the
 ratio of the two policies is 1. All but the layer's kernels is computed a token of all sequences at a time, in rollout
-and training alike: a product of other sizes may sum in another order. Runs on a CPU or a Hopper GPU; the argument is
-the number of updates, of which 200 are enough to learn it."""
+and training alike: a product of other sizes may sum in another order. Arguments: the number of updates, of which 200
+are enough to learn it, and "cpu" or "cuda", a Hopper GPU."""
 import sys
 
 import torch
@@ -15,7 +15,7 @@ from libkda import rollout
 
 UPDATES = int(sys.argv[1]) if len(sys.argv) > 1 else 5
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-device = "cuda" if hopper else "cpu"
+device = sys.argv[2] if len(sys.argv) > 2 else "cuda" if hopper else "cpu"
 N, T, H, D, WORDS = 8, 24, 1, 64, 16
 torch.manual_seed(0)
 normal = lambda *shape: torch.nn.Parameter(torch.randn(*shape, device=device) * shape[-1] ** -0.5)  # noqa: E731
@@ -79,5 +79,5 @@ for update in range(UPDATES):
     optimizer.step()
     if update % 50 == 0 or update == UPDATES - 1:
         print(f"update {update}: {reward.mean():.0%} of words follow their predecessor")
-print(f"largest difference of log-probabilities: {most}")
+print(f"largest difference of log-probabilities on {states.pool.device.type}: {most}")
 assert most == 0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts of random histories have the bits of one forward: prompts in pieces, drafts and rejections, forks, padded
-rows, other sequences in the batch. KDA_ROLLOUT_HISTORIES: how many; KDA_ROLLOUT_DEVICE: "cuda" on a Hopper GPU."""
+rows, other sequences in the batch. KDA_ROLLOUT_HISTORIES: how many, from the seed KDA_ROLLOUT_FIRST on, so that
+processes may share them; KDA_ROLLOUT_DEVICE: "cuda" on a Hopper GPU."""
 import os
 import types
 
@@ -13,6 +14,7 @@ from libkda import kda, rollout
 DEVICE = os.environ.get("KDA_ROLLOUT_DEVICE", "cpu")
 CUDA = DEVICE == "cuda"
 HISTORIES = int(os.environ.get("KDA_ROLLOUT_HISTORIES", "14"))
+FIRST = int(os.environ.get("KDA_ROLLOUT_FIRST", "0"))
 SEQUENCES, DRAFTS, PADDED = 5, 3, 2
 
 # Gates: how strong, and whether the call makes them; of heads that forget fast the kernel makes scores in another way.
@@ -134,7 +136,7 @@ class History:
 
 @pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="no GPU")
 def test_random_histories_have_the_bits_of_training(monkeypatch):
-    for seed in range(HISTORIES):
+    for seed in range(FIRST, FIRST + HISTORIES):
         History(seed).expect_bits_of_training(monkeypatch)
 
 
