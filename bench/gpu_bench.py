@@ -30,8 +30,8 @@ BENCHMARKS = {
 }
 # Benchmarks of `kda bench forward` on these backends, one after the other at every case.
 BACKENDS = {"fused": ["fused", "staged"]}
-# Flags of `kda bench decode` for each set of the benchmark of tails, which runs with all these boundary states.
-TAILS = {"tails": ["--tail"], "verify": ["--tail", "--verify"]}
+# What `kda bench` times in each set of the benchmark of tails, which runs with all these boundary states.
+TAILS = {"tails": "decode", "verify": "verify"}
 BOUNDARY_STATES = ("fp32", "bf16", "split")
 # Benchmarks of which each case runs with these policies, on and off: `auto` first, whose rows are those of the file.
 POLICIES = {"context-parallel": ["auto", "flashkda", "cula"]}
@@ -63,7 +63,7 @@ def run_backends(kda, what, name):
 
 def run_tails(kda, name):
     """The reports of a set with all types of boundary states as one."""
-    reports = [run_set(kda, "decode", name, [*TAILS[name], "--boundary-states", states]) for states in BOUNDARY_STATES]
+    reports = [run_set(kda, TAILS[name], name, ["--tail", "--boundary-states", states]) for states in BOUNDARY_STATES]
     for states, report in zip(BOUNDARY_STATES, reports):
         for case in report["cases"]:
             case["boundary_states"] = states

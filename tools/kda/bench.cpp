@@ -50,19 +50,16 @@ struct BenchCommand {
   int64_t milliseconds = 0;  ///< 0: not given
   bool head_gates = false;
   std::string head_map;
-  bool tail = false, verify = false;
+  bool tail = false;
   std::string states = "fp32";
   ScheduleFlags schedule;
 
   void operator()() {
     const DeviceFacts device = schedule.device_facts();
     const bool on_gpu = device.kind == DeviceKind::kCuda;
-    if (tail && what != "decode" && !(on_gpu && what == "forward"))
-      throw Error(invalid("--tail: belongs to decode, on a GPU to forward too, not to ", what,
-                          on_gpu ? "" : " on a CPU"));
-    if (verify && !(on_gpu && what == "decode"))
-      throw Error(invalid("--verify: belongs to decode on a GPU, not to ", what,
-                          on_gpu ? "" : " on a CPU"));
+    if (tail && what != "decode" && !(on_gpu && (what == "forward" || what == "verify")))
+      throw Error(invalid("--tail: belongs to decode, on a GPU to forward and verify too, not to ",
+                          what, on_gpu ? "" : " on a CPU"));
     if (on_gpu) return run_gpu(device);
     if (what == "recompute-wu")
       throw Error(Status(StatusCode::kUnavailable,
@@ -71,6 +68,9 @@ struct BenchCommand {
     if (what == "lengths")
       throw Error(Status(StatusCode::kUnavailable,
                          "lengths: where they are makes a difference on a GPU (--device cuda)"));
+    if (what == "verify")
+      throw Error(Status(StatusCode::kUnavailable,
+                         "verify: drafts are timed on a GPU (--device cuda), a CPU's as decode"));
     if (what == "launches")
       throw Error(Status(StatusCode::kUnavailable,
                          "launches: a CPU has none; they are those of a GPU (--device cuda)"));
@@ -97,6 +97,7 @@ struct BenchCommand {
                              : what == "context-parallel" ? "cula"
                              : what == "lengths"          ? "lengths"
                              : what == "launches"         ? "short"
+                             : what == "verify"           ? "verify"
                              : gpu                        ? "cudnn10"
                                                           : "cpu";
     for (const CaseFile& file : kCaseFiles)
@@ -155,7 +156,7 @@ struct BenchCommand {
     for (const std::string& text : texts) case_options(text);
     BenchFiles files(json_path, csv_path);
     GpuBench bench(device);
-    if (tail) bench.with_tails(parse_boundary_states(states), verify);
+    if (tail) bench.with_tails(parse_boundary_states(states));
     std::vector<GpuRow> rows;
     Progress progress("bench");
     for (const std::string& text : texts) {
@@ -182,7 +183,7 @@ void add_bench(CLI::App& app, const std::string& command) {
   c->command = command;
   add_choice(*sub, "what", &c->what,
              {"forward", "backward", "decode", "intra", "recompute-wu", "delta-h",
-              "context-parallel", "lengths", "launches"},
+              "context-parallel", "lengths", "launches", "verify"},
              "What to time")
       ->required();
   auto* set = add_choice(*sub, "--set", &c->set, BenchCommand::set_names(),
@@ -192,16 +193,12 @@ void add_bench(CLI::App& app, const std::string& command) {
     return std::string();
   };
   auto* tail = add_switch(*sub, "--tail", &c->tail,
-                          "Time decode with tails of random length, on a GPU a forward that ends "
-                          "in tails, and the same without tails beside it");
+                          "Time decode with tails of random length, on a GPU verify and a forward "
+                          "that ends in tails too, and the same without tails beside it");
   add_choice(*sub, "--boundary-states", &c->states, {"fp32", "bf16", "split"},
              "What the pool has in front of a tail; split: bf16, and 16 bits that folds read")
       ->needs(tail)
       ->default_str(c->states);
-  add_switch(*sub, "--verify", &c->verify,
-             "On a GPU: the tokens of a sequence are a sure one and drafts, of which 3 in 4 stay; "
-             "beside it verify with a slot a token, and a decode of one token")
-      ->needs(tail);
   add_values(*sub, "--case", "FLAGS", add_case, "One case as flags of kda gen; may be repeated")
       ->excludes(set);
   add_switch(*sub, "--head-gates", &c->head_gates,
@@ -217,7 +214,8 @@ void add_bench(CLI::App& app, const std::string& command) {
   sub->footer(cat(
       R"(forward: the whole operation; backward: all its gradients; intra: gates, norms, in-chunk scores; delta-h: the state
 recurrence without outputs; context-parallel: segments on against off; decode: bandwidth; lengths: cu_seqlens on
-the host, on the GPU alone, and there without a cut; launches: of a forward in segments, the time after each one.
+the host, on the GPU alone, and there without a cut; launches: of a forward in segments, the time after each one;
+verify: a sure token and drafts, of which 3 in 4 stay, with a slot a token and with --tail, beside a decode of one token.
 GFLOP/s count the multiply-adds of the chunked form at chunk 16 (docs/performance.md).
 On a GPU: % of copy is of the rate of a large copy; "as many copied" is what copying as many
 bytes takes, timed the same way.

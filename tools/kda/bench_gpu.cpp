@@ -352,14 +352,17 @@ std::vector<GpuRow> GpuBench::time_verify(const Case& c, const check::GenerateOp
   std::vector<GpuRow> rows = {time_decode(std::move(single), options)};
   rows.front().what = "decode of one token";
   std::ranges::copy(time_slots_of_drafts(c, options), std::back_inserter(rows));
-  std::ranges::copy(time_tails(c, options), std::back_inserter(rows));
+  if (tails_)
+    std::ranges::copy(time_tails(c, "verify, tail", kept_of(c.inputs.problem.num_tokens), options),
+                      std::back_inserter(rows));
   return rows;
 }
 
-std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& options) {
+std::vector<GpuRow> GpuBench::time_tails(const Case& c, const std::string& what, int64_t kept,
+                                         const PlanOptions& options) {
   Case tailed = c;
   Problem& p = tailed.inputs.problem;
-  const int64_t N = p.num_sequences, S = p.num_tokens, kept = verify_ ? kept_of(S) : S;
+  const int64_t N = p.num_sequences, S = p.num_tokens;
   add_tails(&p, kTailBoundary + S - 1, *tails_);
   Plan plan;
   throw_if_error(make_plan(p, {}, device_, options, &plan));
@@ -392,12 +395,10 @@ std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& optio
     rows.begin();
     all_fold.push_back(step());
   }
-  const std::string name = verify_ ? "verify, tail" : "tail";
-  const auto row = [&](const std::string& what, const std::vector<double>& seconds,
-                       double of_states, double of_rows, double of_split_rows) {
-    GpuRow made{
-        c.name, what, plan.implementation, mean_of(seconds), total_bytes(c.inputs, c.outputs),
-        0,      0};
+  const auto row = [&](const std::string& of, const std::vector<double>& seconds, double of_states,
+                       double of_rows, double of_split_rows) {
+    GpuRow made{c.name, of, plan.implementation, mean_of(seconds), total_bytes(c.inputs, c.outputs),
+                0,      0};
     made.bytes +=
         of_states * static_cast<double>(c.inputs.initial_state.size()) +
         static_cast<double>(N) * (of_rows * row_bytes(p) + of_split_rows * split_row_bytes(p));
@@ -409,8 +410,8 @@ std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& optio
   const double sure = tokens + (kTailBoundary - 1) / 2.0;
   const StateShares shares = state_shares(p);
   const double folds = static_cast<double>(kept) / kTailBoundary;
-  return {row(name, mixed, shares.step + shares.fold * folds, sure + tokens, 2 * tokens),
-          row(name + ", all fold", all_fold, shares.step + shares.fold, kTailBoundary + tokens,
+  return {row(what, mixed, shares.step + shares.fold * folds, sure + tokens, 2 * tokens),
+          row(what + ", all fold", all_fold, shares.step + shares.fold, kTailBoundary + tokens,
               kTailBoundary + tokens)};
 }
 
@@ -485,12 +486,14 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   Case c{name, long_inputs(options), {}};
   Problem& p = c.inputs.problem;
   p.batch_invariant = batch_invariant;
-  if (what == "decode") {
+  if (what == "decode" || what == "verify") {
     make_decode(&c.inputs);
     c.outputs = check::make_outputs(&p, p.v.dtype);
-    if (verify_) return time_verify(c, options, plan_options);
+    if (what == "verify") return time_verify(c, options, plan_options);
     std::vector<GpuRow> rows = {time_decode(c, plan_options)};
-    if (tails_) std::ranges::copy(time_tails(c, plan_options), std::back_inserter(rows));
+    if (tails_)
+      std::ranges::copy(time_tails(c, "tail", p.num_tokens, plan_options),
+                        std::back_inserter(rows));
     return rows;
   }
   check::want_final_state(&p);

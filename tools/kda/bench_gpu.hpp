@@ -37,8 +37,8 @@ class GpuBench {
   double copy_seconds(double bytes);
 
   /// Times decode with tails of random length beside decode, a forward that ends in tails beside
-  /// one without. `verify`: tokens of a decode are a sure one and drafts, of which 3 in 4 stay.
-  void with_tails(BoundaryStates states, bool verify) { tails_ = states, verify_ = verify; }
+  /// one without.
+  void with_tails(BoundaryStates states) { tails_ = states; }
 
   std::vector<GpuRow> measure(const std::string& what, const std::string& name,
                               const check::GenerateOptions& options, const PlanOptions& plan,
@@ -60,9 +60,12 @@ class GpuBench {
   GpuRow time_decode(Case c, const PlanOptions& options);
   /// Drafts whose states have a slot each, where the backend takes so many.
   std::vector<GpuRow> time_slots_of_drafts(Case c, const PlanOptions& options);
-  /// A step of so many that lead every tail through a fold, and one in which all fold.
-  std::vector<GpuRow> time_tails(const Case& c, const PlanOptions& options);
-  /// A decode of one token, verify with a slot a token, verify with tails.
+  /// A step of so many that lead every tail through a fold, and one in which all fold; `kept` of
+  /// its tokens stay.
+  std::vector<GpuRow> time_tails(const Case& c, const std::string& what, int64_t kept,
+                                 const PlanOptions& options);
+  /// A decode of one token, verify with a slot a token, verify with tails: of its tokens 3 in 4
+  /// stay.
   std::vector<GpuRow> time_verify(const Case& c, const check::GenerateOptions& of,
                                   const PlanOptions& options);
   GpuRow time_tail_forward(const Case& c, const PlanOptions& options);
@@ -75,7 +78,6 @@ class GpuBench {
   struct Flush;
   Flush* flush_;
   std::optional<BoundaryStates> tails_;
-  bool verify_ = false;
   double copy_rate_ = 0;
 };
 
