@@ -37,8 +37,8 @@ struct GatedRmsNorm {
   std::size_t workspace_bytes = 0;
 };
 
-/// Writes y. Arithmetic is fp32; a result does not depend on num_threads. Errors name the
-/// field.
+/// Writes y. Arithmetic is fp32; the bits of a row depend on no other row, on no stride and not on
+/// num_threads. Errors name the field.
 Status gated_rms_norm(const GatedRmsNorm& call) noexcept;
 
 /// A gradient without memory is not wanted; dy is needed.

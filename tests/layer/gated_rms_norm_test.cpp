@@ -168,8 +168,7 @@ TEST_P(GatedRmsNormTest, EveryTypeAndStride) {
 }
 
 TEST_P(GatedRmsNormTest, OtherRowsDoNotMatter) {
-  if (!target()) GTEST_SKIP() << "a GPU loads rows by their alignment";
-  for (const int64_t D : {1, 5, 20}) {
+  for (const int64_t D : {1, 5, 20, 128, 320}) {
     Case all({.shape = {1, 40, 1, D}}), alone = all;
     ASSERT_TRUE(run_on(target(), all.call()).ok());
     for (int64_t row = 0; row < 40; ++row) {
@@ -181,6 +180,20 @@ TEST_P(GatedRmsNormTest, OtherRowsDoNotMatter) {
     }
     EXPECT_EQ(all.y, alone.y) << D;
   }
+}
+
+/// Rows that can be read as vectors beside rows that cannot.
+TEST_P(GatedRmsNormTest, WhereRowsLieDoesNotMatter) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
+    for (const int64_t D : {8, 128, 320}) {
+      Options o{.shape = {1, 40, 2, D}, .x = dtype, .y = dtype};
+      Case dense(o);
+      o.gap = 3;
+      Case apart(o);
+      ASSERT_TRUE(run_on(target(), dense.call()).ok());
+      ASSERT_TRUE(run_on(target(), apart.call()).ok());
+      dense.y.each([&](const Shape& i) { ASSERT_EQ(dense.y.get(i), apart.y.get(i)) << D; });
+    }
 }
 
 TEST_P(GatedRmsNormTest, ThreadsDoNotMatter) {

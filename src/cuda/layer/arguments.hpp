@@ -107,7 +107,7 @@ struct FusedDecodeArgs {
 };
 
 /// Channels that a thread has where they may be read as vectors (`wide`; the convolution: and its
-/// width is 4); else one.
+/// width is 4); else one, but of the norm's forward as many.
 inline constexpr int kWideForward = 8, kWideBackward = 4;
 
 /// Threads of a block of the norm's kernels, and lanes of a row: a power of two.

@@ -3,6 +3,9 @@
 // of lanes of one warp, as many as it has vectors; a row of up to 32 vectors is read once, of a
 // longer one the caches have the second reading. A group takes several rows where there are many;
 // its sums for dweight are in registers, of a longer row in its own part of the workspace.
+//
+// A forward that cannot read vectors reads their elements one by one, in the same places: so sums
+// have one order, and the bits of a row do not depend on where it lies in memory.
 #include "cuda/launch/launch.cuh"
 #include "cuda/layer/vectors.cuh"
 #include "cuda/tile/warp.cuh"
@@ -35,13 +38,6 @@ __device__ __forceinline__ int64_t row_of(const NormArgs& a, const View& view, i
 }
 
 template <int kVector>
-__device__ __forceinline__ void weights_at(const NormArgs& a, int c, float (&x)[kVector]) {
-#pragma unroll
-  for (float& value : x) value = 1;
-  if (a.weight.base) load_vector(a.weight, c, x);
-}
-
-template <int kVector>
 __device__ __forceinline__ float squares_of(const float (&x)[kVector]) {
   float sum = 0;
 #pragma unroll
@@ -49,14 +45,41 @@ __device__ __forceinline__ float squares_of(const float (&x)[kVector]) {
   return sum;
 }
 
+/// kVector neighbouring channels from `c` on, of which fewer may be there.
+template <int kVector, bool kWide>
+__device__ __forceinline__ Raw<kVector> load_channels(const NormArgs& a, const View& view,
+                                                      int64_t row, int c) {
+  Raw<kVector> raw;
+  if constexpr (kWide)
+    raw.load(view, row + c);
+  else
+    raw.load(view, row + c, static_cast<int>(a.channels) - c);
+  return raw;
+}
+template <bool kWide, int kVector>
+__device__ __forceinline__ void store_channels(const NormArgs& a, int64_t row, int c,
+                                               const float (&x)[kVector]) {
+  if constexpr (kWide) return store_vector(a.y, row + c, x);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i)
+    if (c + i < a.channels) store_element(a.y.base, a.y.type, row + c + i, x[i]);
+}
+
+template <int kVector, bool kWide = true>
+__device__ __forceinline__ void weights_at(const NormArgs& a, int c, float (&x)[kVector]) {
+#pragma unroll
+  for (float& value : x) value = 1;
+  if (a.weight.base) load_channels<kVector, kWide>(a, a.weight, 0, c).convert(a.weight.type, x);
+}
+
 /// Adds the squares that a lane has of a row behind its first vector.
-template <int kVector>
+template <int kVector, bool kWide = true>
 __device__ __forceinline__ float squares_behind(const NormArgs& a, const Place<kVector>& place,
                                                 int64_t x_row) {
   float sum = 0;
   for (int c = (place.lane + place.lanes) * kVector; c < a.channels; c += place.lanes * kVector) {
     float x[kVector];
-    load_vector(a.x, x_row + c, x);
+    load_channels<kVector, kWide>(a, a.x, x_row, c).convert(a.x.type, x);
     sum += squares_of(x);
   }
   return sum;
@@ -85,14 +108,15 @@ __device__ __forceinline__ void scale_vector(const NormArgs& a, float factor,
   }
 }
 
-template <int kVector>
+template <bool kWide>
 __global__ void __launch_bounds__(kNormThreads)
     gated_rms_norm_kernel(const __grid_constant__ NormArgs a) {
+  constexpr int kVector = kWideForward;
   const Place<kVector> place(a.channels);
   const int first = place.lane * kVector, step = place.lanes * kVector;
   const bool has_first = first < a.channels;
   float weight[kVector] = {};
-  if (has_first) weights_at(a, first, weight);
+  if (has_first) weights_at<kVector, kWide>(a, first, weight);
   for (int64_t begin = 0; begin < a.rows; begin += a.groups) {  // alike in all lanes of a warp
     const int64_t row = begin + place.group;
     const bool mine = place.group < a.groups && row < a.rows;  // else it only takes part in sums
@@ -100,24 +124,24 @@ __global__ void __launch_bounds__(kNormThreads)
     const int64_t x_row = row_of(a, a.x, at), gate_row = row_of(a, a.gate, at);
     Raw<kVector> raw, raw_gate;
     if (has_first) {
-      raw.load(a.x, x_row + first);
-      if (a.gate.base) raw_gate.load(a.gate, gate_row + first);
+      raw = load_channels<kVector, kWide>(a, a.x, x_row, first);
+      if (a.gate.base) raw_gate = load_channels<kVector, kWide>(a, a.gate, gate_row, first);
     }
     float x[kVector];
     raw.convert(a.x.type, x);
-    const float squares = squares_of(x) + squares_behind(a, place, x_row);
+    const float squares = squares_of(x) + squares_behind<kVector, kWide>(a, place, x_row);
     const float factor = factor_of(a, place.sum(squares));
     if (!mine || !has_first) continue;
     const int64_t y_row = row_of(a, a.y, at);
     scale_vector(a, factor, weight, raw_gate, x);
-    store_vector(a.y, y_row + first, x);
+    store_channels<kWide>(a, y_row, first, x);
     for (int c = first + step; c < a.channels; c += step) {
       float more[kVector];
-      load_vector(a.x, x_row + c, x);
-      weights_at(a, c, more);
-      if (a.gate.base) raw_gate.load(a.gate, gate_row + c);
+      load_channels<kVector, kWide>(a, a.x, x_row, c).convert(a.x.type, x);
+      weights_at<kVector, kWide>(a, c, more);
+      if (a.gate.base) raw_gate = load_channels<kVector, kWide>(a, a.gate, gate_row, c);
       scale_vector(a, factor, more, raw_gate, x);
-      store_vector(a.y, y_row + c, x);
+      store_channels<kWide>(a, y_row, c, x);
     }
   }
 }
@@ -251,11 +275,9 @@ Status launch(const char* name, void (*kernel)(Args), int64_t channels, int64_t 
 }  // namespace
 
 Status launch_norm(const NormArgs& args, bool wide, const Launch& where) {
-  const char* name = "gated_rms_norm";
-  if (wide)
-    return launch<kWideForward>(name, gated_rms_norm_kernel<kWideForward>, args.channels,
-                                args.groups, where, args);
-  return launch<1>(name, gated_rms_norm_kernel<1>, args.channels, args.groups, where, args);
+  return launch<kWideForward>("gated_rms_norm",
+                              wide ? gated_rms_norm_kernel<true> : gated_rms_norm_kernel<false>,
+                              args.channels, args.groups, where, args);
 }
 
 Status launch_norm_backward(const NormBackwardArgs& args, bool wide, const Launch& where) {

@@ -30,6 +30,18 @@ struct Raw {
       }
     }
   }
+  /// The first `count` of them, one by one; behind these 0.
+  __device__ __forceinline__ void load(const View& view, int64_t at, int count) {
+    const bool wide = view.type == Element::kFloat32;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint32_t bits = i < count ? load_bits(view.base, view.type, at + i) : 0;
+      if (wide)
+        words[i] = bits;
+      else
+        words[i / 2] = i % 2 ? words[i / 2] | bits << 16 : bits;
+    }
+  }
   /// The type is looked at once for all elements.
   __device__ __forceinline__ void convert(Element type, float (&x)[kCount]) const {
     if (type == Element::kFloat32) {
