@@ -4,9 +4,9 @@
 // Rows that stay behind it get the v_new that follows from the new bf16, which is what later tokens
 // read. A block has a head of a sequence in registers.
 //
-// One head in 16 folds, and nobody knows which. Of many heads as many blocks as run at once look
-// at all, and share those that fold: a block for each would have 15 of 16 do nothing but wait for
-// loads. The decode behind writes `folded`, so that all blocks find the same heads.
+// One head in 16 folds, and nobody knows which. As many blocks as run at once look at all heads,
+// and share those that fold: a block for each would have 15 of 16 do nothing but wait for loads.
+// The decode behind writes `folded`, so that all blocks find the same heads.
 #include <algorithm>
 
 #include "cuda/decode/tail/sequence.cuh"
@@ -18,12 +18,11 @@ namespace kda::cuda::tail {
 namespace {
 
 constexpr int kMostThreads = 256;
-constexpr int kRows = 16;     // that lie in shared memory
-constexpr int kQuads = 4;     // of channels, that a thread has in each of its four columns
-constexpr int kLaneRow = 8;   // elements that a lane has of a row
-constexpr int kBlocks = 2;    // of kMostThreads, that an SM has room for
-constexpr int kHeads = 8;     // of a sequence, that a thread looks at
-constexpr int kFewTurns = 4;  // of blocks that run at once: so few heads have a block each
+constexpr int kRows = 16;    // that lie in shared memory
+constexpr int kQuads = 4;    // of channels, that a thread has in each of its four columns
+constexpr int kLaneRow = 8;  // elements that a lane has of a row
+constexpr int kBlocks = 2;   // of kMostThreads, that an SM has room for
+constexpr int kHeads = 8;    // of a sequence, that a thread looks at
 
 /// Neighbouring threads that share columns: with one kernel for all K.
 KDA_HOST_DEVICE_INLINE int sharers_of(int K) { return K <= 64 ? 4 : K <= 128 ? 8 : 16; }
@@ -272,8 +271,8 @@ struct Columns {
         Quad::of<kUpper>(bits).store(at);
     });
   }
-  /// `rounds`: to bf16 behind it.
-  __device__ void store(int64_t slot, bool rounds) {
+  /// Rounds to bf16 behind it.
+  __device__ void store(int64_t slot) {
     transpose();
     if (has_vectors()) {
       store_plane<true, true>(of.a.initial, slot);
@@ -282,7 +281,6 @@ struct Columns {
       store_plane<false, true>(of.a.initial, slot);
       store_plane<false, false>(of.a.rest, slot);
     }
-    if (!rounds) return;
 #pragma unroll
     for (int j = 0; j < kQuads; ++j)
 #pragma unroll
@@ -353,7 +351,7 @@ __device__ __forceinline__ void fold_columns(const Head& head, int first, int ta
     if (at == 0) state.load(head.start.source);
 #pragma unroll 1
     for (int i = at;; ++i) {
-      if (i == target && (i < end || end == sure)) state.store(head.start.slot, target < sure);
+      if (i == target && (i < end || end == sure)) state.store(head.start.slot);
       if (i == end) break;
       const float v_new = state.advance(i - at);
       if (i >= target) state.store_v_new(i, v_new);
@@ -366,8 +364,6 @@ __device__ __forceinline__ void fold_columns(const Head& head, int first, int ta
 __device__ __forceinline__ void fold_head(const TailArgs& a, int64_t n, int64_t of_head) {
   const Head head(a, n, of_head);
   const int target = fold_target(a, n, head.start) - head.start.folded;
-  if (head.start.skip || !writes_state(a, head.start, target)) return;
-  if (num_computed(a, n, decode::tokens_of(a, n)) < 0) return;
   const int columns = static_cast<int>(blockDim.x) / sharers_of(a.shape.K) * 4;
 #pragma unroll 1
   for (int first = 0; first < a.shape.V; first += columns) fold_columns(head, first, target);
@@ -415,58 +411,31 @@ __device__ __forceinline__ int position_of_bit(unsigned bits, int index) {
   return __ffs(static_cast<int>(bits)) - 1;
 }
 
-/// The heads that a block folds: every gridDim.x-th of those that fold.
-struct FoldQueue {
-  const TailArgs& a;
-  const unsigned groups;    ///< of a sequence
-  int64_t first;            ///< of the groups that threads look at now
-  int64_t next, found = 0;  ///< of the heads that fold, in order; `found` are in front of `first`
-  unsigned folds = 0;       ///< of the thread's group
-  int2 sums = {0, 0};
-
-  __device__ explicit FoldQueue(const TailArgs& args)
-      : a(args),
-        groups((static_cast<unsigned>(args.shape.HV) + kHeads - 1) / kHeads),
-        first(-int64_t{blockDim.x}),
-        next(blockIdx.x) {}
-  __device__ int64_t all() const { return a.map.num_sequences * groups; }
-  __device__ __forceinline__ void look() {
-    const int64_t i = first + threadIdx.x;
-    folds = i < all() ? folds_of(a, i / groups, i % groups) : 0;
-    sums = sums_in_front(__popc(folds));
-  }
-  /// The next head, counted over all sequences; -1: none is left. The block meets.
-  __device__ __forceinline__ int64_t take() {
-    __shared__ int64_t chosen;
-    while (next >= found + sums.y) {
-      found += sums.y, first += blockDim.x;
-      if (first >= all()) return -1;
-      look();
-    }
-    const int64_t index = next - found - sums.x, i = first + threadIdx.x;
-    __syncthreads();  // the one before has been read
-    if (index >= 0 && index < __popc(folds))
-      chosen = i / groups * a.shape.HV + i % groups * kHeads +
-               position_of_bit(folds, static_cast<int>(index));
-    __syncthreads();
-    next += gridDim.x;
-    return chosen;
-  }
-};
-
 __global__ void __launch_bounds__(kMostThreads, kBlocks)
     fold_split_kernel(const __grid_constant__ TailArgs a) {
+  __shared__ int64_t chosen;
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
-  const bool has_one = gridDim.x == a.map.num_sequences * a.shape.HV;
-  FoldQueue queue(a);
+  const unsigned groups = (static_cast<unsigned>(a.shape.HV) + kHeads - 1) / kHeads;
+  const int64_t all = a.map.num_sequences * groups;
+  int64_t next = blockIdx.x, found = 0;  // of the folds, in order
 #pragma unroll 1
-  for (;;) {
-    const int64_t head = has_one ? blockIdx.x : queue.take();
-    if (head < 0) return;
-    fold_head(a, a.shape.heads.quotient(static_cast<unsigned>(head)),
-              a.shape.heads.remainder(static_cast<unsigned>(head)));
-    if (has_one) return;
+  for (int64_t first = 0; first < all; first += blockDim.x) {
+    const int64_t i = first + threadIdx.x, n = i / groups, group = i % groups;
+    const unsigned folds = i < all ? folds_of(a, n, group) : 0;
+    const int2 sums = sums_in_front(__popc(folds));
+#pragma unroll 1
+    for (; next < found + sums.y; next += gridDim.x) {
+      const int64_t index = next - found - sums.x;
+      if (index >= 0 && index < __popc(folds))
+        chosen = n * a.shape.HV + group * kHeads + position_of_bit(folds, static_cast<int>(index));
+      __syncthreads();
+      const int64_t head = chosen;
+      fold_head(a, a.shape.heads.quotient(static_cast<unsigned>(head)),
+                a.shape.heads.remainder(static_cast<unsigned>(head)));
+      __syncthreads();
+    }
+    found += sums.y;
   }
 }
 
@@ -478,10 +447,8 @@ Status launch_fold_split(const TailArgs& args, const Launch& where) {
   const int columns = 128 / sharers_of(args.shape.K);  // of a warp
   const int warps = std::min((args.shape.V + columns - 1) / columns, kMostThreads / 32);
   const int64_t at_once = int64_t{args.ahead} * kBlocks * (kMostThreads / 32 / warps);
-  const int64_t heads = N * args.shape.HV;
-  return launch_kernel("fold_split", fold_split_kernel,
-                       heads <= kFewTurns * at_once ? heads : at_once, 32 * warps,
-                       4 * FoldRows::of(args.shape).floats(), where, args);
+  return launch_kernel("fold_split", fold_split_kernel, std::min(N * args.shape.HV, at_once),
+                       32 * warps, 4 * FoldRows::of(args.shape).floats(), where, args);
 }
 
 }  // namespace kda::cuda::tail
