@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <numeric>
+#include <thread>
 
 #include "cuda/gdn/chunk_form.hpp"
 #include "cuda/gdn/inputs.hpp"
@@ -242,27 +244,56 @@ TEST_F(Gdn, FactorsOfGatesOfEveryType) {
 
 // ---- forwards
 
-/// Errors over all heads.
-test::WorstErrors errors_of(const Inputs& inputs, const test::Result& result) {
-  Doubles o, true_o, states, true_states;
-  const auto append = [](Doubles& to, const Doubles& x) {
-    to.insert(to.end(), x.begin(), x.end());
-  };
-  for (int64_t n = 0; n < inputs.problem.num_sequences; ++n)
-    for (int64_t head = 0; head < inputs.problem.num_value_heads; ++head) {
-      const auto at = static_cast<std::size_t>(n);
-      const cpu::oracle::Span span{inputs.offsets()[at], inputs.offsets()[at + 1]};
-      const cpu::oracle::HeadResult truth = cpu::oracle::run_head(
-          inputs.problem, inputs.tensors(), span, head, start_of(inputs, n, head));
+/// Errors over every `step`-th head.
+class HeadErrors {
+ public:
+  explicit HeadErrors(const Inputs& inputs, int64_t step = 1) : inputs_(inputs) {
+    for (int64_t n = 0; n < inputs.problem.num_sequences; ++n)
+      for (int64_t head = 0; head < inputs.problem.num_value_heads; head += step)
+        heads_.push_back({n, head, {}});
+    std::atomic<std::size_t> next = 0;
+    const auto work = [&] {
+      for (std::size_t i; (i = next++) < heads_.size();) {
+        Head& h = heads_[i];
+        h.truth = cpu::oracle::run_head(inputs.problem, inputs.tensors(), span(h), h.head,
+                                        start_of(inputs, h.sequence, h.head));
+      }
+    };
+    std::vector<std::jthread> threads;
+    for (int32_t i = 1; i < test::oracle_threads(); ++i) threads.emplace_back(work);
+    work();
+  }
+
+  test::WorstErrors of(const test::Result& result) const {
+    Doubles o, true_o, states, true_states;
+    const auto append = [](Doubles& to, const Doubles& x) {
+      to.insert(to.end(), x.begin(), x.end());
+    };
+    for (const Head& h : heads_) {
       append(o, cpu::oracle::load_rows(result.problem, result.problem.o, result.outputs.o.data(),
-                                       span, head, inputs.problem.value_dim));
-      append(states, cpu::oracle::load_state(result.problem, *result.problem.final_state,
-                                             result.outputs.final_state.data(), n, head));
-      append(true_o, truth.o);
-      append(true_states, truth.state);
+                                       span(h), h.head, inputs_.problem.value_dim));
+      append(states,
+             cpu::oracle::load_state(result.problem, *result.problem.final_state,
+                                     result.outputs.final_state.data(), h.sequence, h.head));
+      append(true_o, h.truth.o);
+      append(true_states, h.truth.state);
     }
-  return {distance(o, true_o), distance(states, true_states)};
-}
+    return {distance(o, true_o), distance(states, true_states)};
+  }
+
+ private:
+  struct Head {
+    int64_t sequence, head;
+    cpu::oracle::HeadResult truth;
+  };
+  cpu::oracle::Span span(const Head& h) const {
+    const auto at = static_cast<std::size_t>(h.sequence);
+    return {inputs_.offsets()[at], inputs_.offsets()[at + 1]};
+  }
+
+  const Inputs& inputs_;
+  std::vector<Head> heads_;
+};
 
 /// Bounds of relative errors over all heads, with o in bf16. Each is 1.15 times the error of the
 /// chunk form (docs/design/gdn.md) computed in float64 from operands that are rounded to bf16, for
@@ -277,34 +308,64 @@ constexpr Bound kBounds[] = {{Gates::kFirst, 3.22e-3, 0.45e-3},
                              {Gates::kZero, 3.22e-3, 1.61e-3},
                              {Gates::kNeedle, 3.21e-3, 0.49e-3}};
 
+/// K = V = 128.
+Inputs with_bound(const Bound& bound, int64_t tokens, int64_t H, int64_t HV) {
+  return test::gdn::inputs_of(
+      {.lengths = {tokens}, .H = H, .HV = HV, .K = 128, .V = 128, .gates = bound.gates});
+}
+
+void expect_below(const test::WorstErrors& errors, double o, double state,
+                  const std::string& what) {
+  test::note(what, errors.o, errors.final_state);
+  EXPECT_LE(errors.o, o) << what;
+  EXPECT_LE(errors.final_state, state) << what;
+}
+
 TEST_F(Gdn, ErrorsOfOperandsInBf16) {
+  const int64_t H = test::emulated() ? 1 : 2;
   for (const Bound& bound : kBounds) {
-    const Inputs inputs = test::gdn::inputs_of({.lengths = {test::long_case(1000)},
-                                                .H = test::emulated() ? 1 : 2,
-                                                .HV = test::emulated() ? 2 : 4,
-                                                .K = 128,
-                                                .V = 128,
-                                                .gates = bound.gates});
-    const test::WorstErrors errors = errors_of(inputs, test::run_inputs(inputs, on_gdn()));
-    test::note(test::gdn::name_of(bound.gates), errors.o, errors.final_state);
-    EXPECT_LE(errors.o, bound.o) << test::gdn::name_of(bound.gates);
-    EXPECT_LE(errors.final_state, bound.state) << test::gdn::name_of(bound.gates);
+    const Inputs inputs = with_bound(bound, test::long_case(1000), H, 2 * H);
+    expect_below(HeadErrors(inputs).of(test::run_inputs(inputs, on_gdn())), bound.o, bound.state,
+                 test::gdn::name_of(bound.gates));
   }
 }
 
-TEST_F(Gdn, EqualKeysAndStepsNearTwo) {
-  Inputs inputs = test::gdn::inputs_of({.lengths = {test::long_case(1000)},
+/// Steps of about 1.95.
+Inputs equal_keys(int64_t tokens, int64_t H, int64_t HV) {
+  Inputs inputs = test::gdn::inputs_of({.lengths = {tokens},
+                                        .H = H,
+                                        .HV = HV,
                                         .K = 128,
                                         .V = 128,
                                         .gates = Gates::kSlow,
                                         .equal_keys = true});
   check::Random random(5);
-  for (int64_t i = 0; i < 2 * inputs.problem.num_tokens; ++i)  // about 1.95
+  for (int64_t i = 0; i < HV * tokens; ++i)
     store_double(inputs.beta.data(), inputs.problem.beta.dtype, i, 4 + random.normal());
-  const test::WorstErrors errors = errors_of(inputs, test::run_inputs(inputs, on_gdn()));
-  test::note("equal keys", errors.o, errors.final_state);
-  EXPECT_LE(errors.o, 95e-3);
-  EXPECT_LE(errors.final_state, 47e-3);
+  return inputs;
+}
+
+constexpr Bound kEqualKeys = {Gates::kSlow, 95e-3, 47e-3};
+
+TEST_F(Gdn, EqualKeysAndStepsNearTwo) {
+  const Inputs inputs = equal_keys(test::long_case(1000), 1, 2);
+  expect_below(HeadErrors(inputs).of(test::run_inputs(inputs, on_gdn())), kEqualKeys.o,
+               kEqualKeys.state, "equal keys");
+}
+
+/// The same bounds hold for 8,192 tokens of 16/32 heads, whole and cut; every second value head is
+/// looked at, which is one a q/k head.
+TEST_F(Gdn, ErrorsAtTheSizeOfALayer) {
+  if (test::emulated()) GTEST_SKIP() << "would take minutes";
+  const auto expect = [](const Inputs& inputs, const Bound& bound, const std::string& name) {
+    const HeadErrors errors(inputs, 2);
+    expect_below(errors.of(test::run_inputs(inputs, on_gdn())), bound.o, bound.state, name);
+    expect_below(errors.of(test::run_inputs(inputs, in_segments(4))), bound.o, bound.state,
+                 name + ", 4 segments");
+  };
+  for (const Bound& bound : kBounds)
+    expect(with_bound(bound, 8192, 16, 32), bound, test::gdn::name_of(bound.gates));
+  expect(equal_keys(8192, 16, 32), kEqualKeys, "equal keys");
 }
 
 TEST_F(Gdn, EveryGate) {
