@@ -74,6 +74,7 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/gdn/backward/grad_sm90.cu
   src/cuda/gdn/backward/intra_sm90.cu
   src/cuda/gdn/chain_sm90.cu
+  src/cuda/gdn/device_cut.cu
   src/cuda/gdn/intra_sm90.cu
   src/cuda/gdn/merge_sm90.cu
   src/cuda/segments/segment_compose.cu
@@ -190,7 +191,8 @@ function(kda_add_cuda target)
   kda_add_kernels(kda_cuda_objects "${KDA_CUDA_ARCHITECTURES}" ${KDA_CUDA_KERNELS})
   set(KDA_CUDA_OBJECTS kda_cuda_objects)
   # Their times are the planner's, bit for bit (src/plan/cut_search.hpp).
-  set_property(SOURCE src/cuda/fused/device_cut.cu src/cuda/staged/backward/device_cut.cu
+  set_property(SOURCE src/cuda/fused/device_cut.cu src/cuda/gdn/device_cut.cu
+                      src/cuda/staged/backward/device_cut.cu
                APPEND PROPERTY COMPILE_OPTIONS -fmad=false)
   set(portable "${KDA_CUDA_ARCHITECTURES}")
   if(KDA_CUDA_ARCHITECTURES MATCHES "90|all|native")

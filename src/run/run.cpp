@@ -250,7 +250,8 @@ Status run_tail_forward(const ForwardRow& row, const stage::Call& call) {
 }
 
 Status run_forward(const ForwardRow& row, const stage::Call& call) {
-  if (call.plan->device_cut.on) return run_one_pass(row, call);
+  if (call.plan->device_cut.on)
+    return row.segments->correct ? run_one_pass(row, call) : run_scan_merge_forward(row, call);
   if (!call.plan->segmented) return row.forward(with_kept({call, {}, nullptr}));
   return call.plan->resolved.segment_method == SegmentMethod::kOnePass
              ? run_one_pass(row, call)

@@ -81,6 +81,13 @@ struct Kernel {
     ring.init_barriers(kCopiers + 1, kChainThreads, kForward ? kStorers : 0);
   }
 
+  /// Whether a kernel that cuts has left this block something to do at its place.
+  __device__ bool is_there() const {
+    if (!a.made_segments) return true;
+    const int64_t count = *a.made_segments;
+    return a.map.segments ? c.unit < count : count == 0;
+  }
+
   // ---- what a head forgets ---------------------------------------------------------------------
 
   /// Leaves out of the chain what a scan needs not walk through.
@@ -328,7 +335,7 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads,
   ptx::griddepcontrol_wait();
   chain::write_flags<kUse>(a);
   K kernel(a, *reinterpret_cast<typename K::Shared*>(ptx::dynamic_shared()));
-  if (!kernel.c.template find_place<K::kColumns>(kernel.warp)) return;
+  if (!kernel.c.template find_place<K::kColumns>(kernel.warp) || !kernel.is_there()) return;
   if constexpr (kUse == ChainUse::kScan)
     if (a.may_forget) kernel.skip_what_is_forgotten();
   if (threadIdx.x == 0) kernel.init_barriers();

@@ -21,6 +21,9 @@ struct ChainArgs : cuda::ChainArgs {
   /// B comes from these chunks alone.
   bool may_forget = false;
   int32_t* forgotten = nullptr;  ///< scan: [spans, HV] whether M is 0 for that reason
+  /// How many segments a kernel of the call has made; null: the plan has made all of them. With 0
+  /// whole sequences run, else they do not.
+  const int64_t* made_segments = nullptr;
 };
 
 /// kForward: blocks of 64 columns of V, or of 128 where 64 would give more blocks than `num_sms`:

@@ -5,6 +5,8 @@
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
 #include "cuda/gdn/chain_sm90.hpp"
+#include "cuda/gdn/cost.hpp"
+#include "cuda/gdn/device_cut.hpp"
 #include "cuda/gdn/intra_sm90.hpp"
 #include "cuda/gdn/merge_sm90.hpp"
 #include "cuda/launch/blocks.hpp"
@@ -12,6 +14,7 @@
 #include "cuda/launch/views.hpp"
 #include "cuda/segments/kernels.hpp"
 #include "cuda/segments/launches.hpp"
+#include "cuda/staged/backward/sizes.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda::gdn {
@@ -40,6 +43,30 @@ int32_t* forgotten_of(const stage::Call& call) {
       static_cast<void*>(plan::find_block(*call.plan, call.workspace, block::kGdnForgotten)));
 }
 
+/// Where a call has the segments that a kernel of it makes; no places: the plan has made them.
+CutMaps cut_maps_of(const stage::Call& call) {
+  const Plan& plan = *call.plan;
+  if (!plan.device_cut.on) return {};
+  const int64_t N = plan.problem.num_sequences;
+  return cut_maps(static_cast<int64_t*>(plan::find_block(plan, call.workspace, block::kDeviceCut)),
+                  N, N + plan.device_cut.most_behind);
+}
+
+/// The maps of a call, with the segments of the plan or those that a kernel makes.
+Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
+                 SequenceMaps* maps) {
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, segments, prepared, maps));
+  const CutMaps made = cut_maps_of(call);
+  if (made.places == 0) return {};
+  const Plan& plan = *call.plan;
+  const CutArgs args{maps->map, model_from_bounds(plan.problem, plan.device),
+                     staged::fixed_segments(plan), made};
+  maps->segment_offsets = made.segment_offsets;
+  maps->map.segments = made.segments;
+  maps->map.num_segments = made.places;
+  return prepared ? Status{} : launch_cut(args, {call.stream, true});
+}
+
 HeadGates<ChainArgs> chain_args(const stage::Call& call, const SequenceMaps& maps) {
   const Problem& p = call.problem;
   ChainArgs args;
@@ -48,7 +75,14 @@ HeadGates<ChainArgs> chain_args(const stage::Call& call, const SequenceMaps& map
   args.v = row_view(p.v, call.tensors.v);
   args.made = factors_of(call);
   set_outputs(call, maps, &args);
+  if (call.plan->device_cut.on) args.made_segments = maps.segment_offsets + p.num_sequences;
   return with_head_gates(p, args);
+}
+
+/// Where a kernel may have cut nothing: whole sequences.
+Status launch_whole(HeadGates<ChainArgs> args, int64_t num_sms, const Launch& where) {
+  args.map.segments = nullptr, args.map.num_segments = 0;
+  return launch_chain(args, num_sms, where);
 }
 
 }  // namespace
@@ -57,12 +91,15 @@ Status forward(const stage::Forward& f) {
   if constexpr (sm90::kBuilt) {
     const stage::Call& call = f.call;
     SequenceMaps maps;
-    KDA_RETURN_IF_ERROR(make_sequence_maps(call, f.segments, f.prepared, &maps));
+    KDA_RETURN_IF_ERROR(make_maps(call, f.segments, f.prepared, &maps));
     if (!f.prepared)
       KDA_RETURN_IF_ERROR(launch_intra(intra_args(call, maps), launch_after(call, maps)));
     HeadGates<ChainArgs> args = chain_args(call, maps);
+    const int64_t sms = call.plan->device.num_sms;
+    const Launch where{call.stream, true};
+    if (args.made_segments) KDA_RETURN_IF_ERROR(launch_whole(args, sms, where));
     args.states_in = f.states_in;
-    return launch_chain(args, call.plan->device.num_sms, {call.stream, true});
+    return launch_chain(args, sms, where);
   }
   return Status(StatusCode::kUnavailable, kNoSm90a);
 }
@@ -71,7 +108,7 @@ Status segment_scan(const stage::SegmentScan& scan) {
   if constexpr (sm90::kBuilt) {
     const stage::Call& call = scan.call;
     SequenceMaps maps;
-    KDA_RETURN_IF_ERROR(make_sequence_maps(call, scan.segments, false, &maps));
+    KDA_RETURN_IF_ERROR(make_maps(call, scan.segments, false, &maps));
     KDA_RETURN_IF_ERROR(launch_intra(intra_args(call, maps), launch_after(call, maps)));
     HeadGates<ChainArgs> args = chain_args(call, maps);
     args.M = scan.M;
@@ -86,12 +123,13 @@ Status segment_scan(const stage::SegmentScan& scan) {
 
 Status segment_merge(const stage::SegmentMerge& merge) {
   const stage::Call& call = merge.call;
-  if (!merges_on_hopper(call.plan->device, call.problem.key_dim)) return cuda::segment_merge(merge);
   if constexpr (sm90::kBuilt) {
     SequenceMaps maps;
-    KDA_RETURN_IF_ERROR(make_sequence_maps(call, merge.segments, merge.prepared, &maps));
+    KDA_RETURN_IF_ERROR(make_maps(call, merge.segments, merge.prepared, &maps));
     MergeArgs args;
     static_cast<SegmentMergeArgs&>(args) = merge_args(merge, maps);
+    if (!merges_on_hopper(call.plan->device, call.problem.key_dim))
+      return cuda::launch_merge(args, /*hopper=*/false, {call.stream});
     // After segment_scan of the same call the workspace says what is forgotten.
     if (merge.prepared) args.forgotten = forgotten_of(call);
     return launch_merge(args, {call.stream, true});

@@ -20,7 +20,7 @@ inline constexpr const char* kTailForward = "tail_forward";
 inline constexpr const char* kTailStates = "tail_states";  // in fp32, where the pool has split ones
 // Where dt_bias has one bias a head, and kernels read a bias a channel.
 inline constexpr const char* kHeadBias = "head_bias";
-// Blocks of cuda.sm90.fused.
+// Blocks of cuda.sm90.fused; the first one is of cuda.sm90.gdn too.
 inline constexpr const char* kDeviceCut = "device_cut";
 inline constexpr const char* kSegmentUnits = "segment_units";
 inline constexpr const char* kOutputResidual = "output_residual";

@@ -12,8 +12,12 @@
 #include "cuda/gdn/chunk_form.hpp"
 #include "cuda/gdn/inputs.hpp"
 #include "support/gpu.hpp"
+#include "support/graph.hpp"
+#include "support/length_tables.hpp"
 #include "support/padded.hpp"
 
+#include "cuda/gdn/cost.hpp"
+#include "cuda/gdn/device_cut.hpp"
 #include "cuda/gdn/factors.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/tile/swizzle.hpp"
@@ -656,6 +660,146 @@ TEST_F(Gdn, FirstSegmentsHaveTheBitsOfWholeSequences) {
       0);
 }
 
+// ---- segments of lengths that only the device knows
+
+/// A run of `inputs` with their lengths on the host, and one without.
+struct BothLengths {
+  test::Result host, device;
+  BothLengths(const Inputs& inputs, test::RunOptions options) {
+    host = test::run_inputs(inputs, options);
+    options.from_bounds = true;
+    device = test::run_inputs(inputs, options);
+  }
+  void expect_same(const std::string& what) const {
+    EXPECT_EQ(device.plan.implementation, kName) << what;
+    EXPECT_TRUE(device.plan.device_cut.on) << what;
+    EXPECT_TRUE(test::same_bits(host.outputs.o, device.outputs.o)) << what;
+    EXPECT_TRUE(test::same_bits(host.outputs.final_state, device.outputs.final_state)) << what;
+  }
+};
+
+TEST_F(Gdn, SegmentsMadeOnTheDeviceHaveTheBitsOfHostLengths) {
+  const auto expect = [](const test::gdn::Options& options, bool cut, const std::string& what,
+                         int32_t num_sms = 0) {
+    test::RunOptions run = in_segments(3);
+    run.num_sms = num_sms;
+    const BothLengths both(test::gdn::inputs_of(options), run);
+    EXPECT_EQ(both.host.plan.segmented, cut) << what;
+    both.expect_same(what);
+  };
+  expect({.lengths = {0, 330, 70, 1}}, true, "cut");
+  expect({.lengths = {0, 64, 30, 1}}, false, "whole");
+  expect({.lengths = {135, 64}, .K = 96, .V = 72, .gates = Gates::kZero}, true, "K 96, V 72");
+  expect({.lengths = {200, 0}, .HV = 3, .V = 128, .gates = Gates::kTrained}, true, "wide", 2);
+  expect({.lengths = {130}, .gates = Gates::kNeedle, .initial_state = false}, true, "no states");
+}
+
+/// The planner's cuts, by predicted times.
+TEST_F(Gdn, CutsThatGainOnTheDeviceHaveTheBitsOfHostLengths) {
+  if (test::emulated()) GTEST_SKIP() << "would take minutes";
+  for (const std::vector<int64_t>& lengths :
+       {std::vector<int64_t>{16384}, {9000, 0, 3000, 4384}, {4096, 4096, 4096, 4096}})
+    for (const Gates gates : {Gates::kTrained, Gates::kZero}) {
+      const BothLengths both(
+          test::gdn::inputs_of(
+              {.lengths = lengths, .H = 2, .HV = 8, .K = 128, .V = 128, .gates = gates}),
+          on_gdn());
+      EXPECT_EQ(both.host.plan.segmented, lengths.size() < 4 || lengths[0] > 4096);
+      both.expect_same(test::gdn::name_of(gates));
+    }
+}
+
+/// One graph, other lengths at each replay; rows behind the last sequence belong to none.
+TEST_F(Gdn, OneGraphServesManyTables) {
+  constexpr int64_t kTokens = 300;
+  Inputs inputs = test::gdn::inputs_of({.lengths = {kTokens, 0, 0}, .gates = Gates::kTrained});
+  test::RunOptions options = in_segments(3);
+  options.from_bounds = true;
+  test::OnDevice call(inputs, options);
+  ASSERT_TRUE(call.plan.device_cut.on);
+  const test::Stream stream;
+  const test::Graph graph(stream, [&] { EXPECT_TRUE(call.run(stream.stream).ok()); });
+  options.from_bounds = false;
+  for (const auto& [first, second] :
+       {std::pair{kTokens, kTokens}, {64, 100}, {0, 10}, {130, 130}}) {
+    inputs.cu_seqlens = {0, first, second, kTokens};
+    ASSERT_EQ(
+        cudaMemcpy(const_cast<void*>(call.memory->tensors().cu_seqlens), inputs.cu_seqlens.data(),
+                   inputs.cu_seqlens.size() * sizeof(int64_t), cudaMemcpyHostToDevice),
+        cudaSuccess);
+    check::synchronize_device();
+    graph.launch(stream);
+    call.read();
+    const test::Result host = test::run_inputs(inputs, options);
+    EXPECT_TRUE(test::same_bits(host.outputs.o, call.outputs.o)) << first;
+    EXPECT_TRUE(test::same_bits(host.outputs.final_state, call.outputs.final_state)) << first;
+  }
+}
+
+Plan plan_of(const test::Table& table, bool from_bounds) {
+  Problem p = table.problem();
+  p.g = head_gates(DType::kBFloat16, 1, p.num_tokens, p.num_value_heads);
+  const DeviceFacts facts = gpu_facts(table.sms);
+  PlanOptions options = table.segments > 0 ? test::fixed_segments(table.segments) : PlanOptions{};
+  options.backend = kName;
+  options.most_cut_bytes = INT64_MAX;
+  Plan plan;
+  throw_if_error(from_bounds ? make_plan_from_bounds(p, facts, options, &plan)
+                             : make_plan(p, table.cu_seqlens, facts, options, &plan));
+  return plan;
+}
+
+#ifdef KDA_WITH_SM90A
+
+/// The cut of the kernel: offsets of segments, then segments.
+void expect_same_cut(const Plan& bounds, const Plan& plan) {
+  const int64_t N = plan.problem.num_sequences, places = N + bounds.device_cut.most_behind;
+  const auto words = [](int64_t count) { return static_cast<std::size_t>(count); };
+  std::vector<int64_t> map = plan.cu_seqlens, got(words(cuda::gdn::cut_maps_words(N, places)));
+  map.insert(map.end(), plan.chunk_offsets.begin(), plan.chunk_offsets.end());
+  check::DeviceBuffer in(map.size() * 8), out(got.size() * 8);
+  in.upload(map.data(), map.size() * 8);
+  out.fill(0xff);
+  cuda::gdn::CutArgs args;
+  args.map.num_sequences = N, args.map.num_tokens = plan.problem.num_tokens;
+  args.map.cu_seqlens = static_cast<int64_t*>(in.data());
+  args.map.chunk_offsets = args.map.cu_seqlens + N + 1;
+  args.model = cuda::gdn::model_from_bounds(plan.problem, plan.device);
+  args.fixed_segments = plan.requested.num_segments;
+  args.out = cuda::gdn::cut_maps(static_cast<int64_t*>(out.data()), N, places);
+  throw_if_error(cuda::gdn::launch_cut(args, {}));
+  check::synchronize_device();
+  out.download(got.data(), got.size() * 8);
+  std::vector<int64_t> wanted =
+      plan.segmented ? plan.segment_offsets : std::vector<int64_t>(words(N + 1));
+  ASSERT_LE(static_cast<int64_t>(plan.segments.size()), places);
+  for (const Segment& x : plan.segments) wanted.insert(wanted.end(), {x.sequence, x.begin, x.end});
+  const int64_t end = plan.cu_seqlens.back();
+  while (wanted.size() < got.size()) wanted.insert(wanted.end(), {N - 1, end, end});
+  EXPECT_EQ(got, wanted);
+}
+
+TEST_F(Gdn, AKernelFindsThePlannersCut) {
+  check::Random random(31);
+  const int wanted = test::num_tables(test::emulated() ? 200 : 5000);
+  int cut = 0;
+  for (int i = 0; i < wanted;) {
+    const test::Table table = test::random_table(&random);
+    const Plan bounds = plan_of(table, true), plan = plan_of(table, false);
+    if (!bounds.device_cut.on) {
+      ASSERT_FALSE(plan.segmented) << table.text();
+      continue;
+    }
+    ++i;
+    cut += plan.segmented;
+    expect_same_cut(bounds, plan);
+    ASSERT_FALSE(HasFailure()) << table.text();
+  }
+  EXPECT_GE(cut, wanted / 4);
+}
+
+#endif
+
 // ---- states
 
 /// States in slots of a pool of this type and layout; sequence 1 has none to begin with, sequence 2
@@ -737,6 +881,10 @@ TEST_F(Gdn, SequencesWithoutTokensKeepTheirStates) {
 
 // ---- plans
 
+bool has_block(const Plan& plan, std::string_view name) {
+  return std::ranges::any_of(plan.workspace, [&](const auto& block) { return block.name == name; });
+}
+
 /// Plans of a layer with 2 q/k heads and 8 value heads.
 Plan layer_plan(int64_t tokens, const PlanOptions& options = {}, bool batch_invariant = false) {
   Inputs inputs = test::gdn::inputs_of({.lengths = {1, 0}, .H = 2, .HV = 8, .K = 128, .V = 128});
@@ -749,10 +897,6 @@ Plan layer_plan(int64_t tokens, const PlanOptions& options = {}, bool batch_inva
   throw_if_error(
       make_plan(p, std::vector<int64_t>{0, tokens, tokens + 1}, gpu_facts(132), named, &plan));
   return plan;
-}
-
-bool has_block(const Plan& plan, std::string_view name) {
-  return std::ranges::any_of(plan.workspace, [&](const auto& block) { return block.name == name; });
 }
 
 TEST(GdnPlan, CutsWhatGains) {
@@ -779,13 +923,49 @@ TEST(GdnPlan, KeepsTransitionsOfBatchInvariantCalls) {
   EXPECT_EQ(asked.resolved.segment_method, SegmentMethod::kScanMergeForward);
 }
 
-TEST(GdnPlan, CutsNothingFromBounds) {
-  const Inputs inputs = test::gdn::inputs_of({.K = 128, .V = 128});
-  Plan plan;
-  throw_if_error(
-      make_plan_from_bounds(inputs.problem, gpu_facts(132), test::with_backend(kName), &plan));
-  EXPECT_FALSE(plan.segmented);
-  EXPECT_EQ(plan.reasons.back(), "nothing is cut");
+TEST(GdnPlan, LetsAKernelCutFromBounds) {
+  test::Table table;
+  table.heads = 2, table.group = 4;
+  table.add(60000), table.add(5536);
+  const Plan bounds = plan_of(table, true), lengths = plan_of(table, false);
+  ASSERT_TRUE(bounds.device_cut.on && bounds.early_exit);
+  EXPECT_FALSE(bounds.segmented);
+  EXPECT_EQ(bounds.device_cut.most_behind, 4 * 132 / 8);
+  EXPECT_LE(static_cast<int64_t>(lengths.segments.size()), 2 + bounds.device_cut.most_behind);
+  for (const char* name : {cuda::block::kDeviceCut, cuda::block::kGdnForgotten})
+    EXPECT_TRUE(has_block(bounds, name)) << name;
+  const std::string text = bounds.to_text(true);
+  for (const char* part : {"at most 66 segments behind first ones", "gdn_cut", "gdn_merge_sm90"})
+    EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
+}
+
+TEST(GdnPlan, CutsNothingFromBoundsAndSaysWhy) {
+  test::Table table;
+  table.heads = 2, table.group = 4;
+  table.add(65536);
+  const auto expect = [&](const char* reason, auto&& change) {
+    Problem p = table.problem();
+    p.g = head_gates(DType::kBFloat16, 1, p.num_tokens, p.num_value_heads);
+    PlanOptions options = test::with_backend(kName);
+    change(p, options);
+    Plan plan;
+    throw_if_error(make_plan_from_bounds(p, gpu_facts(132), options, &plan));
+    EXPECT_FALSE(plan.device_cut.on);
+    EXPECT_TRUE(plan.reasons.back().ends_with("nothing is cut"));
+    ASSERT_GE(plan.reasons.size(), 2U);
+    EXPECT_NE(plan.reasons[plan.reasons.size() - 2].find(reason), std::string::npos)
+        << plan.to_text(true);
+  };
+  using P = SegmentPolicy;
+  expect("off: asked for", [](Problem&, PlanOptions& o) { o.context_parallel = P::kOff; });
+  expect("need lengths on the host",
+         [](Problem&, PlanOptions& o) { o.context_parallel = P::kCula; });
+  expect("no sequence can be cut", [](Problem&, PlanOptions& o) { o = test::fixed_segments(1); });
+  expect("more than most_cut_bytes = 1048576",
+         [](Problem&, PlanOptions& o) { o.most_cut_bytes = 1 << 20; });
+  expect("batch_invariant: not cut", [](Problem& p, PlanOptions&) { p.batch_invariant = true; });
+  table.heads = 16, table.group = 8;
+  expect("no table of 65536 tokens gains by a cut", [](Problem&, PlanOptions&) {});
 }
 
 /// Why the backend does not serve, once it is named.

@@ -112,6 +112,24 @@ inline double unforgetting_backward_us(const CostInput& in, int64_t segment_toke
   return segmented_backward_us(in, segment_tokens, segment_tokens, /*exact=*/true);
 }
 
+/// The cut with the least predicted time, if it gains: forgetting_us(tokens of a segment), unless
+/// exact_us(tokens), the time where no head forgets, would lose more than kCosts.most_loss.
+/// `cost` has the time without a cut.
+template <class ExactUs, class ForgettingUs>
+plan::Partition cheapest_cut(const plan::Workload& work, double minimum_step, ExactUs&& exact_us,
+                             ForgettingUs&& forgetting_us, CostEstimate* cost) {
+  const double most = kCosts.most_loss * cost->serial_us;
+  const auto time_us = [&](int64_t, int64_t tokens) -> double {
+    const double exact = exact_us(tokens);
+    return exact > most ? exact : forgetting_us(tokens);
+  };
+  const plan::CutSearch search{.whole_us = cost->serial_us,
+                               .minimum_gain = kMinimumGain,
+                               .minimum_step = minimum_step,
+                               .time_us = time_us};
+  return plan::best_partition(work, search, &cost->segmented_us);
+}
+
 /// SegmentPolicy::kAuto, as auto_partition() of the forward has it.
 inline plan::Partition auto_backward_partition(const plan::Workload& work,
                                                const DeviceFacts& device, CostEstimate* cost) {

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// One block cuts a table of lengths (segments/sequence_cut.cuh), then a thread makes a segment.
+// Compiled without contraction of products and sums.
+#include "cuda/gdn/device_cut.hpp"
+
+#include "cuda/launch/launch.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/segments/sequence_cut.cuh"
+
+namespace kda::cuda::gdn {
+
+// What sequence_cut::Cutter asks for.
+__device__ inline const CostSizes& sizes_of(const CutArgs& a) { return a.model.sizes; }
+__device__ inline double minimum_step_of(const CutArgs& a) { return a.model.costs.minimum_step; }
+__device__ inline double time_us(const CutArgs& a, const CostSizes& sizes, int64_t tokens,
+                                 const Cut& cut) {
+  const int64_t chunks = a.map.chunk_offsets[a.map.num_sequences];
+  return candidate_us(a.model, {sizes, static_cast<double>(chunks * plan::kAutoChunk)},
+                      {tokens, cut});
+}
+__device__ inline int64_t* segment_offsets_of(const CutArgs& a) { return a.out.segment_offsets; }
+
+namespace {
+
+__global__ void __launch_bounds__(sequence_cut::kThreads)
+    gdn_cut_kernel(const __grid_constant__ CutArgs a) {
+  __shared__ sequence_cut::Shared shared;
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+  sequence_cut::Cutter cutter(a, shared);
+  cutter.sum();
+  cutter.choose();
+  cutter.make_offsets();
+  const int64_t N = cutter.N, count = a.out.segment_offsets[N], end = a.map.cu_seqlens[N];
+#pragma unroll 1
+  for (int64_t i = cutter.t; i < a.out.places; i += sequence_cut::kThreads)
+    a.out.segments[i] = i < count ? cutter.segment(i).tokens : TokenRange{N - 1, end, end};
+}
+
+}  // namespace
+
+Status launch_cut(const CutArgs& args, const Launch& launch) {
+  return launch_kernel("gdn_cut", gdn_cut_kernel, 1, sequence_cut::kThreads, 0, launch, args);
+}
+
+}  // namespace kda::cuda::gdn

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Cuts sequences where only the device knows their lengths: the cut that auto_partition()
+// (cost.hpp) makes of the same lengths on the host, bit for bit, since both call the same
+// functions.
+//
+// Chains of whole sequences and those of segments are launched, and one of the two has nothing to
+// do.
+#pragma once
+
+#include "cuda/gdn/cut_model.hpp"
+#include "cuda/launch/launch.hpp"
+#include "cuda/tile/arguments.hpp"
+
+namespace kda::cuda::gdn {
+
+/// The cut, in the workspace: places for N + most_behind segments.
+struct CutMaps {
+  int64_t places = 0;
+  int64_t* segment_offsets = nullptr;  ///< [N + 1] before each sequence; all 0 where nothing is cut
+  TokenRange* segments = nullptr;      ///< [places] those that there are, then empty ones
+};
+/// Words of 64 bits that they take.
+constexpr int64_t cut_maps_words(int64_t N, int64_t places) { return N + 1 + 3 * places; }
+inline CutMaps cut_maps(int64_t* words, int64_t N, int64_t places) {
+  return {places, words, reinterpret_cast<TokenRange*>(words + N + 1)};
+}
+
+struct CutArgs {
+  SequenceMap map;  ///< with cu_seqlens and chunk_offsets, of at most kMostCutTokens
+  CutModel model;
+  int64_t fixed_segments = 0;  ///< of each sequence, as far as it has chunks; 0: by predicted times
+  CutMaps out;
+};
+
+/// The kernel counts tokens in 32 bits.
+inline constexpr int64_t kMostCutTokens = int64_t{1} << 30;
+
+/// One block.
+Status launch_cut(const CutArgs& args, const Launch& launch);
+
+}  // namespace kda::cuda::gdn
