@@ -477,32 +477,38 @@ TEST_F(Launches, OfFp16RowsAreThoseThatThePlanLists) {
 TEST_F(Launches, OfGatedDeltaNetAreThoseThatThePlanLists) {
   if (capability_ != 90) GTEST_SKIP() << "kernels of Hopper alone";
   Choices choices(11);
-  int served = 0, cut = 0;
-  for (int i = 0; i < 60; ++i) {
+  int served = 0, cut = 0, cut_on_device = 0;
+  for (int i = 0; i < 80; ++i) {
     Case x = random_case(choices, capability_);
     Problem& p = x.problem;
     p.g = head_gates(DType::kFloat32, p.batch, p.num_tokens, p.num_value_heads);
     p.dt_bias.reset();
     x.options = test::with_backend("gdn");
     Plan plan;
-    if (!make_plan(p, x.cu_seqlens, x.device, x.options, &plan).ok()) continue;
+    const Status planned = p.cu_seqlens && i % 2
+                               ? make_plan_from_bounds(p, x.device, x.options, &plan)
+                               : make_plan(p, x.cu_seqlens, x.device, x.options, &plan);
+    if (!planned.ok()) continue;
     ++served;
     Addresses at;
-    const Tensors tensors = tensors_of(p, plan, at);
-    const auto launches =
+    Tensors tensors = tensors_of(p, plan, at);
+    if (p.cu_seqlens) tensors.cu_seqlens = at.next();
+    auto launches =
         launches_of([&] { return run(plan, tensors, at.next(), plan.workspace_bytes); });
+    std::erase_if(launches, [](const auto& launch) { return launch.kernel == "zero_rows"; });
     const std::size_t count = plan.kernels.size();
     ASSERT_GE(launches.size(), count);
     for (std::size_t n = 0; n < count; ++n)
       EXPECT_EQ(launches[launches.size() - count + n].kernel, plan.kernels[n].kernel) << text_of(x);
-    ASSERT_EQ(count, plan.segmented ? 4U : 2U) << text_of(x);
-    cut += plan.segmented;
-    EXPECT_EQ(plan.kernels.front().kernel, "gdn_intra_sm90");
+    ASSERT_EQ(count, plan.device_cut.on ? 6U : plan.segmented ? 4U : 2U) << text_of(x);
+    cut += plan.segmented, cut_on_device += plan.device_cut.on;
+    EXPECT_EQ(plan.kernels.front().kernel, plan.device_cut.on ? "gdn_cut" : "gdn_intra_sm90");
     EXPECT_EQ(plan.kernels.back().kernel, "gdn_chain_sm90");
     EXPECT_TRUE(!plan.segmented || plan.kernels[1].kernel == "gdn_scan_sm90");
   }
   EXPECT_GE(served, 30);
   EXPECT_GE(cut, 5);
+  EXPECT_GE(cut_on_device, 1);
 }
 
 /// The portable form, which has one kernel, and a block at most for each 64 columns of V.

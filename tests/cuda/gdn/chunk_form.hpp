@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "core/convert.hpp"
 #include "core/layout.hpp"
 #include "cpu/oracle/oracle.hpp"
 #include "support/harness.hpp"
@@ -132,30 +133,47 @@ struct ChunkFactors {
   }
 };
 
-/// o [L, V] and the state [K, V] after one sequence of a value head.
+/// What operands of products are rounded to.
+enum class Operands { kFloat64, kBFloat16 };
+
+/// o [L, V] and the state [K, V] after one sequence of a value head. With operands in bf16 o is
+/// too, and a state takes errors in two parts, as the kernels have it.
 struct ChunkForm {
   Doubles o, state;
 
-  ChunkForm(const check::Inputs& inputs, cpu::oracle::Span span, int64_t head, Doubles start)
-      : state(std::move(start)) {
+  ChunkForm(const check::Inputs& inputs, cpu::oracle::Span span, int64_t head, Doubles start,
+            Operands operands = Operands::kFloat64)
+      : state(std::move(start)), rounds_(operands == Operands::kBFloat16) {
     const Problem& p = inputs.problem;
     if (state.empty()) state.assign(static_cast<std::size_t>(p.key_dim * p.value_dim), 0);
-    for (int64_t begin = span.begin; begin < span.end; begin += kChunk)
-      step(ChunkFactors(inputs, {begin, std::min(begin + kChunk, span.end)}, head), p.key_dim,
-           p.value_dim);
+    for (int64_t begin = span.begin; begin < span.end; begin += kChunk) {
+      ChunkFactors factors(inputs, {begin, std::min(begin + kChunk, span.end)}, head);
+      for (Doubles* square : {&factors.inverse, &factors.scores})
+        for (double& x : *square) x = rounded(x);
+      step(factors, p.key_dim, p.value_dim);
+    }
   }
 
  private:
+  double rounded(double x) const {
+    return rounds_ ? static_cast<double>(bf16_to_float(float_to_bf16(static_cast<float>(x)))) : x;
+  }
+  double in_two_parts(double x) const {
+    const double first = rounded(x);
+    return first + rounded(x - first);
+  }
   static std::size_t at(int64_t i, int64_t j, int64_t width) {
     return ChunkFactors::at(i, j, width);
   }
 
   void step(const ChunkFactors& f, int64_t K, int64_t V) {
     for (int64_t c = 0; c < V; ++c) {
-      Doubles z, errors;
+      Doubles z, errors, column;  // of the state
+      for (int64_t d = 0; d < K; ++d) column.push_back(rounded(state[at(d, c, V)]));
       const auto read = [&](const Doubles& rows, int64_t i) {
         double product = 0;
-        for (int64_t d = 0; d < K; ++d) product += rows[at(i, d, K)] * state[at(d, c, V)];
+        for (int64_t d = 0; d < K; ++d)
+          product += rows[at(i, d, K)] * column[static_cast<std::size_t>(d)];
         return product;
       };
       for (int64_t i = 0; i < f.tokens; ++i) {
@@ -163,18 +181,20 @@ struct ChunkForm {
         z.push_back(f.v[at(i, c, V)] - f.row_k[n] * read(f.k, i));
         double error = z.back(), out = f.row_q[n] * read(f.q, i);
         for (int64_t j = 0; j < i; ++j)
-          error += f.inverse[at(i, j, f.tokens)] * z[static_cast<std::size_t>(j)];
+          error += f.inverse[at(i, j, f.tokens)] * rounded(z[static_cast<std::size_t>(j)]);
         errors.push_back(error);
         for (int64_t j = 0; j < i; ++j)
-          out += f.scores[at(i, j, f.tokens)] * errors[static_cast<std::size_t>(j)];
-        outputs.push_back(out + f.diag[n] * error);
+          out += f.scores[at(i, j, f.tokens)] * rounded(errors[static_cast<std::size_t>(j)]);
+        outputs.push_back(rounded(out + f.diag[n] * error));
       }
+      Doubles scaled;
+      for (std::size_t i = 0; i < errors.size(); ++i)
+        scaled.push_back(in_two_parts(f.col_k[i] * errors[i]));
       for (int64_t d = 0; d < K; ++d) {
         double& x = state[at(d, c, V)];
         x *= f.last;
         for (int64_t i = 0; i < f.tokens; ++i)
-          x += f.k[at(i, d, K)] * f.col_k[static_cast<std::size_t>(i)] *
-               errors[static_cast<std::size_t>(i)];
+          x += f.k[at(i, d, K)] * scaled[static_cast<std::size_t>(i)];
       }
     }
     for (int64_t i = 0; i < f.tokens; ++i)
@@ -182,6 +202,7 @@ struct ChunkForm {
     outputs.clear();
   }
 
+  const bool rounds_;
   Doubles outputs;  // of the chunk, [V, tokens]
 };
 

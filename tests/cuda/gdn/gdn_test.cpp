@@ -254,25 +254,28 @@ class HeadErrors {
   explicit HeadErrors(const Inputs& inputs, int64_t step = 1) : inputs_(inputs) {
     for (int64_t n = 0; n < inputs.problem.num_sequences; ++n)
       for (int64_t head = 0; head < inputs.problem.num_value_heads; head += step)
-        heads_.push_back({n, head, {}});
-    std::atomic<std::size_t> next = 0;
-    const auto work = [&] {
-      for (std::size_t i; (i = next++) < heads_.size();) {
-        Head& h = heads_[i];
-        h.truth = cpu::oracle::run_head(inputs.problem, inputs.tensors(), span(h), h.head,
-                                        start_of(inputs, h.sequence, h.head));
-      }
-    };
-    std::vector<std::jthread> threads;
-    for (int32_t i = 1; i < test::oracle_threads(); ++i) threads.emplace_back(work);
-    work();
+        heads_.push_back({n, head, {}, {}});
+    for_each([&](Head& h) {
+      h.truth = cpu::oracle::run_head(inputs.problem, inputs.tensors(), span(h), h.head,
+                                      start_of(inputs, h.sequence, h.head));
+    });
+  }
+
+  /// What rounding operands to bf16 costs in emulation, of the same inputs.
+  double state_in_bf16() {
+    for_each([&](Head& h) {
+      h.in_bf16 =
+          test::gdn::ChunkForm(inputs_, span(h), h.head, start_of(inputs_, h.sequence, h.head),
+                               test::gdn::Operands::kBFloat16)
+              .state;
+    });
+    Doubles states, true_states;
+    for (const Head& h : heads_) append(states, h.in_bf16), append(true_states, h.truth.state);
+    return distance(states, true_states);
   }
 
   test::WorstErrors of(const test::Result& result) const {
     Doubles o, true_o, states, true_states;
-    const auto append = [](Doubles& to, const Doubles& x) {
-      to.insert(to.end(), x.begin(), x.end());
-    };
     for (const Head& h : heads_) {
       append(o, cpu::oracle::load_rows(result.problem, result.problem.o, result.outputs.o.data(),
                                        span(h), h.head, inputs_.problem.value_dim));
@@ -289,7 +292,20 @@ class HeadErrors {
   struct Head {
     int64_t sequence, head;
     cpu::oracle::HeadResult truth;
+    Doubles in_bf16;  // the state
   };
+  static void append(Doubles& to, const Doubles& x) { to.insert(to.end(), x.begin(), x.end()); }
+  /// On all cores.
+  template <class Visit>
+  void for_each(Visit&& visit) {
+    std::atomic<std::size_t> next = 0;
+    const auto work = [&] {
+      for (std::size_t i; (i = next++) < heads_.size();) visit(heads_[i]);
+    };
+    std::vector<std::jthread> threads;
+    for (int32_t i = 1; i < test::oracle_threads(); ++i) threads.emplace_back(work);
+    work();
+  }
   cpu::oracle::Span span(const Head& h) const {
     const auto at = static_cast<std::size_t>(h.sequence);
     return {inputs_.offsets()[at], inputs_.offsets()[at + 1]};
@@ -357,14 +373,17 @@ TEST_F(Gdn, EqualKeysAndStepsNearTwo) {
                kEqualKeys.state, "equal keys");
 }
 
-/// The same bounds hold for 8,192 tokens of 16/32 heads, whole and cut; every second value head is
-/// looked at, which is one a q/k head.
+/// 8,192 tokens of 16/32 heads, whole and cut; every second value head is looked at, which is one a
+/// q/k head. Outputs have the same bounds. Errors of states are those of the slowest heads that are
+/// drawn, here of others: their bound is 1.15 times what operands in bf16 cost the same heads.
 TEST_F(Gdn, ErrorsAtTheSizeOfALayer) {
   if (test::emulated()) GTEST_SKIP() << "would take minutes";
   const auto expect = [](const Inputs& inputs, const Bound& bound, const std::string& name) {
-    const HeadErrors errors(inputs, 2);
-    expect_below(errors.of(test::run_inputs(inputs, on_gdn())), bound.o, bound.state, name);
-    expect_below(errors.of(test::run_inputs(inputs, in_segments(4))), bound.o, bound.state,
+    HeadErrors errors(inputs, 2);
+    const double state = std::max(1.15 * errors.state_in_bf16(), 0.4e-3);
+    test::note(name + ", bounds", bound.o, state);
+    expect_below(errors.of(test::run_inputs(inputs, on_gdn())), bound.o, state, name);
+    expect_below(errors.of(test::run_inputs(inputs, in_segments(4))), bound.o, state,
                  name + ", 4 segments");
   };
   for (const Bound& bound : kBounds)
