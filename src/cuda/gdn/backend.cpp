@@ -9,7 +9,7 @@
 #include "cuda/common/common.hpp"
 #include "cuda/fused/cost.hpp"
 #include "cuda/gdn/cost.hpp"
-#include "cuda/gdn/device_cut.hpp"
+#include "cuda/gdn/device_cut_plan.hpp"
 #include "cuda/gdn/factors.hpp"
 #include "cuda/gdn/launches.hpp"
 #include "cuda/launch/blocks.hpp"
@@ -18,7 +18,6 @@
 #include "cuda/launch/device.hpp"
 #include "cuda/rows.hpp"
 #include "cuda/segments/kernels.hpp"
-#include "cuda/staged/backward/sizes.hpp"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::gdn {
@@ -81,57 +80,15 @@ std::string defer(const registry::Request& request) {
              "cuda.sm90.fused ", std::llround(other), " us");
 }
 
-/// Segments behind first ones that a kernel may make.
-int64_t most_behind_of(const Plan& plan) {
-  const Problem& p = plan.problem;
-  const int64_t fixed = staged::fixed_segments(plan);
-  return fixed > 0 ? std::min(p.num_sequences * (fixed - 1), p.num_tokens / kChunk)
-                   : model_from_bounds(p, plan.device).most_behind;
-}
+constexpr const char* kDropsM = "M is dropped where the gates bound it by 2^-20";
 
-/// Bytes that segments take, `count` of them.
-std::size_t segment_bytes(const Problem& p, int64_t count) {
-  return static_cast<std::size_t>(count * p.num_value_heads * p.key_dim *
-                                  (p.key_dim + 2 * p.value_dim)) *
-         sizeof(float);
-}
-
-/// Why a kernel that knows the lengths does not cut; empty: it cuts where that is predicted to
-/// gain. By bounds alone, so that lengths never change what is launched.
-std::string decline_device_cut(const Plan& plan) {
-  const Problem& p = plan.problem;
-  const int64_t fixed = staged::fixed_segments(plan), chunks = p.num_tokens / kChunk + 1;
-  if (plan.requested.context_parallel == SegmentPolicy::kOff) return "off: asked for";
-  if (plan::asks_for_segments(plan.requested) && fixed == 0)
-    return "segments of this policy need lengths on the host";
-  if (p.batch_invariant) return "batch_invariant: not cut where only the device knows the lengths";
-  if (p.num_tokens > kMostCutTokens || chunks * std::min(fixed, chunks) > INT32_MAX)
-    return cat(p.num_tokens, " tokens are more than a kernel counts");
-  if (fixed == 1 || p.num_tokens == 0 || p.num_sequences == 0) return "no sequence can be cut";
-  if (fixed == 0 && !may_cut(model_from_bounds(p, plan.device), p.num_tokens, p.num_sequences))
-    return cat("auto: no table of ", p.num_tokens, " tokens gains by a cut");
-  const std::size_t bytes = segment_bytes(p, p.num_sequences + most_behind_of(plan));
-  const auto most = static_cast<std::size_t>(plan.requested.most_cut_bytes);
-  if (bytes > most)
-    return cat("a cut on the device takes ", bytes, " bytes, more than most_cut_bytes = ", most);
-  return {};
-}
-
-/// Lets the device cut, with room for all that it may cut.
 void cut_on_device(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
-  std::string declined = decline_device_cut(plan);
-  if (!declined.empty()) return builder.reason(std::move(declined));
-  const int64_t behind = most_behind_of(plan), fixed = staged::fixed_segments(plan);
-  builder.cut_on_device(behind);
-  builder.set_segment_method(SegmentMethod::kScanMergeForward);
-  builder.set_early_exit(true);
-  builder.reason(cat(fixed > 0 ? cat(fixed,
-                                     " segments a sequence asked for (fewer where it has "
-                                     "fewer chunks)")
-                               : "auto: a kernel cuts where that is predicted to gain",
-                     ", at most ", behind, " segments behind first ones"));
-  builder.reason("M is dropped where the gates bound it by 2^-20");
+  const Problem& p = plan.problem;
+  const auto bytes =
+      static_cast<std::size_t>(p.key_dim * (p.key_dim + 2 * p.value_dim)) * sizeof(float);
+  gdn::cut_on_device(builder, model_from_bounds(p, plan.device), bytes);
+  if (plan.early_exit) builder.reason(kDropsM);
 }
 
 /// With batch_invariant M is kept to the end, as in every backend.
@@ -146,13 +103,7 @@ void cut(plan::PlanBuilder& builder) {
                .unit = kChunk});
   builder.join(cat(builder.name(), " has no correction stage"));
   builder.set_early_exit(plan.segmented && may_forget);
-  if (plan.early_exit) builder.reason("M is dropped where the gates bound it by 2^-20");
-}
-
-/// Segments, or places for those that a kernel may make.
-int64_t places_of(const Plan& plan) {
-  return plan.device_cut.on ? plan.problem.num_sequences + plan.device_cut.most_behind
-                            : static_cast<int64_t>(plan.segments.size());
+  if (plan.early_exit) builder.reason(kDropsM);
 }
 
 void list_segments(plan::PlanBuilder& builder) {
@@ -184,10 +135,7 @@ void book_cut(plan::PlanBuilder& builder) {
   builder.book(block::kGdnForgotten,
                plan.early_exit ? static_cast<std::size_t>(places * p.num_value_heads) : 0,
                sizeof(int32_t));
-  if (plan.device_cut.on)
-    builder.book(block::kDeviceCut,
-                 static_cast<std::size_t>(cut_maps_words(p.num_sequences, places)),
-                 sizeof(int64_t));
+  book_device_cut(builder);
 }
 
 void plan_forward(plan::PlanBuilder& builder) {
@@ -197,10 +145,7 @@ void plan_forward(plan::PlanBuilder& builder) {
   const auto tiles = static_cast<std::size_t>(chunks * p.num_value_heads);
   cut(builder);
   builder.set_v_splits(tiles_of(p.value_dim));
-  if (plan.device_cut.on) {
-    builder.stage("segment_cut", 1, "segments by lengths on the device");
-    builder.kernel("segment_cut", "gdn_cut");
-  }
+  list_device_cut(builder);
   builder.stage("chunk_intra", chunks * p.num_heads,
                 "factors of one chunk and all value heads of a q/k head a task");
   builder.kernel("chunk_intra", "gdn_intra_sm90");

@@ -66,11 +66,12 @@ inline double unforgetting_us(const CostInput& in, int64_t segment_tokens) {
 /// one sequence of all tokens beside any number of short ones, which may make its blocks wide;
 /// against the least time cut, as if all tokens were of one sequence. It reads no lengths, so that
 /// a plan from bounds says the same as one from lengths.
-inline bool may_cut(const CutModel& m, int64_t num_tokens, int64_t num_sequences) {
+template <class Model>
+bool may_cut(const Model& m, int64_t num_tokens, int64_t num_sequences) {
   const int64_t chunks = plan::ceil_div(num_tokens, plan::kAutoChunk);
   PaddedSizes in{m.sizes, static_cast<double>(chunks * plan::kAutoChunk)};
   in.sums = {num_sequences, 1, num_tokens, num_tokens};
-  double least = HUGE_VAL, longest = whole_us(m, in);
+  double least = HUGE_VAL, longest = candidate_us(m, in, {});
   for (int64_t segments = 2; segments <= std::min(plan::kAutoMaxSegments, chunks); ++segments) {
     EvenCut how{plan::ceil_div(chunks, segments) * plan::kAutoChunk};
     how.cut.add(num_tokens, how.segment_tokens, how.segment_tokens);
@@ -79,21 +80,20 @@ inline bool may_cut(const CutModel& m, int64_t num_tokens, int64_t num_sequences
   // With more chains than SMs nothing but their rounds changes, which are shorter then.
   for (int64_t n = 2; n <= std::min(num_sequences, in.num_sms + 1); ++n) {
     in.sums.with_tokens = n;
-    longest = std::max(longest, whole_us(m, in));
+    longest = std::max(longest, candidate_us(m, in, {}));
   }
   return longest >= kMinimumGain * least;
 }
 
-/// SegmentPolicy::kAuto. The kernel of device_cut.cu makes the same cut. `may_forget`: heads that
-/// forget need B alone, of their last tokens.
-inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFacts& device,
-                                      bool may_forget, CostEstimate* cost) {
-  const CostInput input = cost_input(work, device);
+/// The cut with the least predicted time, if it gains. The kernel of device_cut.cu makes the same
+/// cut.
+template <class Model>
+plan::Partition cheapest_cut(const plan::Workload& work, const CostInput& input, const Model& m,
+                             CostEstimate* cost) {
   if (total_tokens(input) == 0) return plan::uncut("auto: no tokens");
-  const CutModel m = cut_model(input, may_forget);
   const PaddedSizes in = padded(input);
   cost->roofline_us = least_us(m, in);
-  cost->serial_us = whole_us(m, in);
+  cost->serial_us = candidate_us(m, in, {});
   const plan::CutSearch search{.whole_us = cost->serial_us,
                                .may_gain = may_cut(m, in.sums.tokens, in.sums.sequences),
                                .minimum_gain = kMinimumGain,
@@ -102,6 +102,13 @@ inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFa
                                  return candidate_us(m, in, even_cut(input, tokens));
                                }};
   return plan::best_partition(work, search, &cost->segmented_us);
+}
+
+/// SegmentPolicy::kAuto. `may_forget`: heads that forget need B alone, of their last tokens.
+inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFacts& device,
+                                      bool may_forget, CostEstimate* cost) {
+  const CostInput in = cost_input(work, device);
+  return cheapest_cut(work, in, cut_model(in, may_forget), cost);
 }
 
 /// Another backend has to beat it: the time of auto_partition's cut where no head forgets, which

@@ -10,20 +10,31 @@
 namespace kda::cuda::gdn {
 
 // What sequence_cut::Cutter asks for.
-__device__ inline const CostSizes& sizes_of(const CutArgs& a) { return a.model.sizes; }
-__device__ inline double minimum_step_of(const CutArgs& a) { return a.model.costs.minimum_step; }
-__device__ inline double time_us(const CutArgs& a, const CostSizes& sizes, int64_t tokens,
-                                 const Cut& cut) {
+template <class Model>
+__device__ const CostSizes& sizes_of(const CutArgs<Model>& a) {
+  return a.model.sizes;
+}
+template <class Model>
+__device__ double minimum_step_of(const CutArgs<Model>& a) {
+  return a.model.costs.minimum_step;
+}
+template <class Model>
+__device__ double time_us(const CutArgs<Model>& a, const CostSizes& sizes, int64_t tokens,
+                          const Cut& cut) {
   const int64_t chunks = a.map.chunk_offsets[a.map.num_sequences];
   return candidate_us(a.model, {sizes, static_cast<double>(chunks * plan::kAutoChunk)},
                       {tokens, cut});
 }
-__device__ inline int64_t* segment_offsets_of(const CutArgs& a) { return a.out.segment_offsets; }
+template <class Model>
+__device__ int64_t* segment_offsets_of(const CutArgs<Model>& a) {
+  return a.out.segment_offsets;
+}
 
 namespace {
 
+template <class Model>
 __global__ void __launch_bounds__(sequence_cut::kThreads)
-    gdn_cut_kernel(const __grid_constant__ CutArgs a) {
+    gdn_cut_kernel(const __grid_constant__ CutArgs<Model> a) {
   __shared__ sequence_cut::Shared shared;
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
@@ -37,10 +48,18 @@ __global__ void __launch_bounds__(sequence_cut::kThreads)
     a.out.segments[i] = i < count ? cutter.segment(i).tokens : TokenRange{N - 1, end, end};
 }
 
+template <class Model>
+Status launch(const CutArgs<Model>& args, const Launch& where) {
+  return launch_kernel("gdn_cut", gdn_cut_kernel<Model>, 1, sequence_cut::kThreads, 0, where, args);
+}
+
 }  // namespace
 
-Status launch_cut(const CutArgs& args, const Launch& launch) {
-  return launch_kernel("gdn_cut", gdn_cut_kernel, 1, sequence_cut::kThreads, 0, launch, args);
+Status launch_cut(const CutArgs<CutModel>& args, const Launch& where) {
+  return launch(args, where);
+}
+Status launch_cut(const CutArgs<BackwardModel>& args, const Launch& where) {
+  return launch(args, where);
 }
 
 }  // namespace kda::cuda::gdn

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cuts sequences where only the device knows their lengths: the cut that auto_partition()
-// (cost.hpp) makes of the same lengths on the host, bit for bit, since both call the same
-// functions.
+// Cuts sequences where only the device knows their lengths: the cut that cheapest_cut() (cost.hpp)
+// makes of the same lengths on the host, bit for bit, since both call the same functions.
 //
 // Chains of whole sequences and those of segments are launched, and one of the two has nothing to
 // do.
 #pragma once
 
-#include "cuda/gdn/cut_model.hpp"
+#include "cuda/gdn/backward/cut_model.hpp"
 #include "cuda/launch/launch.hpp"
 #include "cuda/tile/arguments.hpp"
 
@@ -25,9 +24,11 @@ inline CutMaps cut_maps(int64_t* words, int64_t N, int64_t places) {
   return {places, words, reinterpret_cast<TokenRange*>(words + N + 1)};
 }
 
+/// Model: CutModel of a forward, BackwardModel.
+template <class Model>
 struct CutArgs {
   SequenceMap map;  ///< with cu_seqlens and chunk_offsets, of at most kMostCutTokens
-  CutModel model;
+  Model model;
   int64_t fixed_segments = 0;  ///< of each sequence, as far as it has chunks; 0: by predicted times
   CutMaps out;
 };
@@ -36,6 +37,7 @@ struct CutArgs {
 inline constexpr int64_t kMostCutTokens = int64_t{1} << 30;
 
 /// One block.
-Status launch_cut(const CutArgs& args, const Launch& launch);
+Status launch_cut(const CutArgs<CutModel>& args, const Launch& launch);
+Status launch_cut(const CutArgs<BackwardModel>& args, const Launch& launch);
 
 }  // namespace kda::cuda::gdn

@@ -6,7 +6,6 @@
 #include "cuda/common/common.hpp"
 #include "cuda/gdn/chain_sm90.hpp"
 #include "cuda/gdn/cost.hpp"
-#include "cuda/gdn/device_cut.hpp"
 #include "cuda/gdn/intra_sm90.hpp"
 #include "cuda/gdn/merge_sm90.hpp"
 #include "cuda/launch/blocks.hpp"
@@ -14,7 +13,6 @@
 #include "cuda/launch/views.hpp"
 #include "cuda/segments/kernels.hpp"
 #include "cuda/segments/launches.hpp"
-#include "cuda/staged/backward/sizes.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda::gdn {
@@ -43,28 +41,10 @@ int32_t* forgotten_of(const stage::Call& call) {
       static_cast<void*>(plan::find_block(*call.plan, call.workspace, block::kGdnForgotten)));
 }
 
-/// Where a call has the segments that a kernel of it makes; no places: the plan has made them.
-CutMaps cut_maps_of(const stage::Call& call) {
-  const Plan& plan = *call.plan;
-  if (!plan.device_cut.on) return {};
-  const int64_t N = plan.problem.num_sequences;
-  return cut_maps(static_cast<int64_t*>(plan::find_block(plan, call.workspace, block::kDeviceCut)),
-                  N, N + plan.device_cut.most_behind);
-}
-
-/// The maps of a call, with the segments of the plan or those that a kernel makes.
 Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
                  SequenceMaps* maps) {
-  KDA_RETURN_IF_ERROR(make_sequence_maps(call, segments, prepared, maps));
-  const CutMaps made = cut_maps_of(call);
-  if (made.places == 0) return {};
-  const Plan& plan = *call.plan;
-  const CutArgs args{maps->map, model_from_bounds(plan.problem, plan.device),
-                     staged::fixed_segments(plan), made};
-  maps->segment_offsets = made.segment_offsets;
-  maps->map.segments = made.segments;
-  maps->map.num_segments = made.places;
-  return prepared ? Status{} : launch_cut(args, {call.stream, true});
+  return gdn::make_maps(call, model_from_bounds(call.problem, call.plan->device), segments,
+                        prepared, maps);
 }
 
 HeadGates<ChainArgs> chain_args(const stage::Call& call, const SequenceMaps& maps) {

@@ -15,11 +15,14 @@
 #include "check/tolerances.hpp"
 #include "core/convert.hpp"
 #include "core/layout.hpp"
+#include "cuda/gdn/backward/cost.hpp"
 #include "cuda/gdn/identities.hpp"
 #include "cuda/gdn/inputs.hpp"
+#include "cuda/gdn/made_cut.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "support/backward.hpp"
 #include "support/gpu.hpp"
+#include "support/length_tables.hpp"
 #include "support/padded.hpp"
 
 namespace kda {
@@ -666,6 +669,88 @@ TEST_F(GdnBackward, SegmentsOfSequencesWithoutInitialStates) {
   for (const bool exact : {false, true}) expect_within(none, "no initial states", Cut{3, exact});
 }
 
+// ---- segments of lengths that only the device knows
+
+TEST_F(GdnBackward, SegmentsMadeOnTheDeviceHaveTheBitsOfHostLengths) {
+  const auto expect = [](const Inputs& inputs, bool cut, const std::string& what) {
+    GradientBuffers host = gradients_of(inputs), device = host;
+    BackwardRun how = in_segments(3);
+    test::BackwardCall on_host(inputs, host.gradients, how);
+    how.from_bounds = true;
+    test::BackwardCall on_device(inputs, device.gradients, how);
+    EXPECT_EQ(on_host.plan.plan.segmented, cut) << what;
+    EXPECT_TRUE(on_device.plan.plan.device_cut.on) << what;
+    throw_if_error(on_host.run(&host));
+    throw_if_error(on_device.run(&device));
+    EXPECT_TRUE(test::same_gradients(host, device)) << what;
+  };
+  expect(test::gdn::inputs_of({.lengths = {0, 200, 70, 1}, .HV = 1, .gates = Gates::kTrained}),
+         true, "cut");
+  expect(test::gdn::inputs_of({.lengths = {64, 0, 30}, .HV = 1}), false, "whole");
+  expect(test::gdn::inputs_of(
+             {.lengths = {135, 64}, .HV = 1, .K = 96, .V = 72, .gates = Gates::kZero}),
+         true, "K 96, V 72");
+}
+
+/// The planner's cuts, by predicted times.
+TEST_F(GdnBackward, CutsThatGainOnTheDeviceHaveTheBitsOfHostLengths) {
+  if (test::emulated()) GTEST_SKIP() << "would take minutes";
+  for (const Gates gates : {Gates::kTrained, Gates::kZero}) {
+    const Inputs inputs = test::gdn::inputs_of(
+        {.lengths = {16000, 0, 384}, .H = 2, .HV = 8, .K = 128, .V = 128, .gates = gates});
+    GradientBuffers host = gradients_of(inputs), device = host;
+    BackwardRun how = on_gdn();
+    test::BackwardCall on_host(inputs, host.gradients, how);
+    how.from_bounds = true;
+    test::BackwardCall on_device(inputs, device.gradients, how);
+    EXPECT_TRUE(on_host.plan.plan.segmented && on_device.plan.plan.device_cut.on);
+    throw_if_error(on_host.run(&host));
+    throw_if_error(on_device.run(&device));
+    EXPECT_TRUE(test::same_gradients(host, device)) << test::gdn::name_of(gates);
+  }
+}
+
+#ifdef KDA_WITH_SM90A
+
+Plan plan_of(const test::Table& table, bool from_bounds) {
+  Problem p = table.problem();
+  p.g = head_gates(DType::kBFloat16, 1, p.num_tokens, p.num_value_heads);
+  const DeviceFacts facts = gpu_facts(table.sms);
+  const Gradients gradients{.d_o = p.v, .dq = p.q};
+  PlanOptions options, named;
+  if (table.segments > 0) options = test::fixed_segments(table.segments);
+  options.most_cut_bytes = INT64_MAX;
+  named.backend = "gdn";
+  Plan forward;
+  BackwardPlan plan;
+  throw_if_error(from_bounds ? make_plan_from_bounds(p, facts, options, &forward)
+                             : make_plan(p, table.cu_seqlens, facts, options, &forward));
+  throw_if_error(make_backward_plan(forward, gradients, named, &plan));
+  return plan.plan;
+}
+
+TEST_F(GdnBackward, AKernelFindsThePlannersCut) {
+  check::Random random(32);
+  const int wanted = test::num_tables(test::emulated() ? 150 : 5000);
+  int cut = 0;
+  for (int i = 0; i < wanted;) {
+    const test::Table table = test::random_table(&random);
+    const Plan bounds = plan_of(table, true), plan = plan_of(table, false);
+    if (!bounds.device_cut.on) {
+      ASSERT_FALSE(plan.segmented) << table.text();
+      continue;
+    }
+    ++i;
+    cut += plan.segmented;
+    test::gdn::expect_same_cut(bounds, plan,
+                               cuda::gdn::backward_model_from_bounds(plan.problem, plan.device));
+    ASSERT_FALSE(HasFailure()) << table.text();
+  }
+  EXPECT_GE(cut, wanted / 4);
+}
+
+#endif
+
 // ---- what it declines
 
 std::string refusal(const Inputs& inputs, const Gradients& gradients, const char* backend = "gdn",
@@ -787,12 +872,9 @@ TEST(GdnBackwardPlan, ServesWhereItIsFaster) {
     }
   EXPECT_EQ(why_not(plan_of(65536, 2, 8)), "");
   EXPECT_EQ(why_not(plan_of(65536, 2, 8, false, off)), "");
-  // Staged cuts where only the GPU knows the lengths.
-  const Plan cut = plan_of(65536, 2, 8, /*known=*/false);
-  EXPECT_EQ(cut.implementation, "cuda.sm80.staged");
-  EXPECT_NE(why_not(cut).find("us of one sequence, which it does not cut; cuda.sm80.staged "),
-            std::string::npos)
-      << why_not(cut);
+  const Plan bounds = plan_of(65536, 2, 8, /*known=*/false);
+  EXPECT_EQ(why_not(bounds), "");
+  EXPECT_TRUE(bounds.device_cut.on && bounds.early_exit);
 }
 
 TEST(GdnBackwardPlan, LeavesLargeWorkspacesToGroupsOfHeads) {

@@ -11,13 +11,13 @@
 
 #include "cuda/gdn/chunk_form.hpp"
 #include "cuda/gdn/inputs.hpp"
+#include "cuda/gdn/made_cut.hpp"
 #include "support/gpu.hpp"
 #include "support/graph.hpp"
 #include "support/length_tables.hpp"
 #include "support/padded.hpp"
 
 #include "cuda/gdn/cost.hpp"
-#include "cuda/gdn/device_cut.hpp"
 #include "cuda/gdn/factors.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/tile/swizzle.hpp"
@@ -513,15 +513,17 @@ TEST_F(Gdn, NothingDependsOnLaterTokens) {
 TEST_F(Gdn, LengthsOnTheDeviceAlone) {
   const Inputs whole = test::gdn::inputs_of({.lengths = {70, 0, 30, 40}});
   const Inputs padded = test::with_rows_behind(whole);
-  test::RunOptions from_bounds = on_gdn();
-  from_bounds.from_bounds = true;
-  const test::Result result = test::run_inputs(padded, from_bounds);
-  EXPECT_EQ(result.plan.implementation, kName);
-  EXPECT_TRUE(test::rows_are_zero(result.outputs.o, 140, 100, 140));
-  const test::Result known = test::run_inputs(whole, on_gdn());
-  EXPECT_EQ(std::memcmp(known.outputs.o.data(), result.outputs.o.data(),
-                        known.outputs.o.size() / 140 * 100),
-            0);
+  for (const test::RunOptions& options : {on_gdn(), in_segments(2)}) {
+    test::RunOptions from_bounds = options;
+    from_bounds.from_bounds = true;
+    const test::Result result = test::run_inputs(padded, from_bounds);
+    EXPECT_EQ(result.plan.implementation, kName);
+    EXPECT_TRUE(test::rows_are_zero(result.outputs.o, 140, 100, 140));
+    const test::Result known = test::run_inputs(whole, options);
+    EXPECT_EQ(std::memcmp(known.outputs.o.data(), result.outputs.o.data(),
+                          known.outputs.o.size() / 140 * 100),
+              0);
+  }
 }
 
 // ---- segments
@@ -770,34 +772,6 @@ Plan plan_of(const test::Table& table, bool from_bounds) {
 
 #ifdef KDA_WITH_SM90A
 
-/// The cut of the kernel: offsets of segments, then segments.
-void expect_same_cut(const Plan& bounds, const Plan& plan) {
-  const int64_t N = plan.problem.num_sequences, places = N + bounds.device_cut.most_behind;
-  const auto words = [](int64_t count) { return static_cast<std::size_t>(count); };
-  std::vector<int64_t> map = plan.cu_seqlens, got(words(cuda::gdn::cut_maps_words(N, places)));
-  map.insert(map.end(), plan.chunk_offsets.begin(), plan.chunk_offsets.end());
-  check::DeviceBuffer in(map.size() * 8), out(got.size() * 8);
-  in.upload(map.data(), map.size() * 8);
-  out.fill(0xff);
-  cuda::gdn::CutArgs args;
-  args.map.num_sequences = N, args.map.num_tokens = plan.problem.num_tokens;
-  args.map.cu_seqlens = static_cast<int64_t*>(in.data());
-  args.map.chunk_offsets = args.map.cu_seqlens + N + 1;
-  args.model = cuda::gdn::model_from_bounds(plan.problem, plan.device);
-  args.fixed_segments = plan.requested.num_segments;
-  args.out = cuda::gdn::cut_maps(static_cast<int64_t*>(out.data()), N, places);
-  throw_if_error(cuda::gdn::launch_cut(args, {}));
-  check::synchronize_device();
-  out.download(got.data(), got.size() * 8);
-  std::vector<int64_t> wanted =
-      plan.segmented ? plan.segment_offsets : std::vector<int64_t>(words(N + 1));
-  ASSERT_LE(static_cast<int64_t>(plan.segments.size()), places);
-  for (const Segment& x : plan.segments) wanted.insert(wanted.end(), {x.sequence, x.begin, x.end});
-  const int64_t end = plan.cu_seqlens.back();
-  while (wanted.size() < got.size()) wanted.insert(wanted.end(), {N - 1, end, end});
-  EXPECT_EQ(got, wanted);
-}
-
 TEST_F(Gdn, AKernelFindsThePlannersCut) {
   check::Random random(31);
   const int wanted = test::num_tables(test::emulated() ? 200 : 5000);
@@ -811,7 +785,8 @@ TEST_F(Gdn, AKernelFindsThePlannersCut) {
     }
     ++i;
     cut += plan.segmented;
-    expect_same_cut(bounds, plan);
+    test::gdn::expect_same_cut(bounds, plan,
+                               cuda::gdn::model_from_bounds(plan.problem, plan.device));
     ASSERT_FALSE(HasFailure()) << table.text();
   }
   EXPECT_GE(cut, wanted / 4);

@@ -9,6 +9,7 @@
 #include "cuda/common/common.hpp"
 #include "cuda/gdn/backward/cost.hpp"
 #include "cuda/gdn/backward/launches.hpp"
+#include "cuda/gdn/device_cut_plan.hpp"
 #include "cuda/gdn/factors.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
@@ -40,10 +41,23 @@ std::string decline_gradients(const Gradients& g) {
   return {};
 }
 
+constexpr const char* kDropsM =
+    "M is dropped where the gates bound it by 2^-20, for gradients by 2^-40";
+
+void cut_on_device(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const Problem& p = plan.problem;
+  const auto bytes =
+      static_cast<std::size_t>(p.key_dim * (p.key_dim + 4 * p.value_dim)) * sizeof(float);
+  gdn::cut_on_device(builder, backward_model_from_bounds(p, plan.device), bytes);
+  if (plan.early_exit) builder.reason(kDropsM);
+}
+
 /// Cuts sequences by the policy asked for.
 void cut(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const bool invariant = plan.problem.batch_invariant;
+  if (!plan.lengths_known) return cut_on_device(builder);
   if (invariant && plan.requested.context_parallel == SegmentPolicy::kAuto)
     return builder.reason("batch_invariant: auto cuts no backward");
   builder.cut({.automatic =
@@ -54,16 +68,18 @@ void cut(plan::PlanBuilder& builder) {
   if (!plan.segmented) return;
   builder.set_segment_method(SegmentMethod::kScanMergeForward);
   builder.set_early_exit(!invariant);
-  if (plan.early_exit)
-    builder.reason("M is dropped where the gates bound it by 2^-20, for gradients by 2^-40");
+  if (plan.early_exit) builder.reason(kDropsM);
 }
+
+/// By the plan, or as a kernel likes.
+bool is_cut(const Plan& plan) { return plan.segmented || plan.device_cut.on; }
 
 void list_segments(plan::PlanBuilder& builder, bool tokens) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
   const int64_t HV = p.num_value_heads, states = p.num_sequences * HV;
   const bool hopper = merges_on_hopper(plan.device, p.key_dim);
-  builder.stage("segment_scan", static_cast<int64_t>(plan.segments.size()) * HV,
+  builder.stage("segment_scan", places_of(plan) * HV,
                 "B, M and D of segments, of what is not forgotten");
   builder.kernel("segment_scan", "gdn_backward_scan_sm90", "both directions at once");
   if (tokens) {
@@ -79,16 +95,19 @@ void list(plan::PlanBuilder& builder, int64_t chunks, bool tokens) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
   const int64_t HV = p.num_value_heads,
-                sequences =
-                    plan.segmented ? static_cast<int64_t>(plan.segments.size()) : p.num_sequences,
+                sequences = is_cut(plan) ? places_of(plan) : p.num_sequences,
                 chains = sequences * HV * tiles_of(p.value_dim);
+  list_device_cut(builder);
   builder.stage("chunk_intra", chunks * p.num_heads,
                 "factors of one chunk and all value heads of a q/k head a task");
   builder.kernel("chunk_intra", "gdn_intra_sm90, backward");
-  if (plan.segmented) list_segments(builder, tokens);
+  const char* stage = tokens ? "chunk_delta_h" : "chunk_reverse";
+  if (plan.device_cut.on)
+    builder.kernel(stage, "gdn_backward_chains_sm90", "whole sequences, where nothing is cut");
+  if (is_cut(plan)) list_segments(builder, tokens);
   if (tokens) builder.stage("chunk_delta_h", chains, "states before chunks and their errors");
   builder.stage("chunk_reverse", chains, "dS behind chunks, dv, right to left");
-  builder.kernel(tokens ? "chunk_delta_h" : "chunk_reverse", "gdn_backward_chains_sm90");
+  builder.kernel(stage, "gdn_backward_chains_sm90");
   if (!tokens) return;
   builder.kernel("chunk_reverse", "gdn_backward_chains_sm90", "both directions at once");
   builder.stage("chunk_grad", chunks * HV,
@@ -103,10 +122,12 @@ void list(plan::PlanBuilder& builder, int64_t chunks, bool tokens) {
 /// M, B, D, the states before segments and dS behind them; a word for each direction.
 void book_segments(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
-  if (!plan.segmented) return;
+  if (!is_cut(plan)) return;
   const Problem& p = plan.problem;
-  plan::book_segments(builder, plan.segments.size());
-  const std::size_t states = plan.segments.size() * static_cast<std::size_t>(p.num_value_heads);
+  const auto places = static_cast<std::size_t>(places_of(plan));
+  plan::book_segments(builder, places);
+  book_device_cut(builder);
+  const std::size_t states = places * static_cast<std::size_t>(p.num_value_heads);
   const auto bytes = static_cast<std::size_t>(p.key_dim * p.value_dim) * sizeof(float);
   builder.book(block::kSegmentD, states, bytes);
   builder.book(block::kSegmentDStates, states, bytes);
@@ -130,7 +151,7 @@ double workspace_bytes(const Problem& p) {
 }
 
 /// The staged backend is the next one. It works in groups of heads where all of them would need
-/// more memory than `kMostBytes`, and cuts where only the GPU knows the lengths.
+/// more memory than `kMostBytes`.
 std::string defer(const registry::Request& request) {
   const Problem& p = request.problem;
   const registry::Head& staged = staged::kBackward.head;
@@ -146,16 +167,13 @@ std::string defer(const registry::Request& request) {
                " GB cuda.sm80.staged has groups of them");
   if (policy != SegmentPolicy::kAuto) return {};
   plan::Workload work = plan::workload_of(p, request.cu_seqlens, request.device);
-  const bool known = !request.cu_seqlens.empty();
-  if (!known) work.lengths = {p.num_tokens};
-  const double own = known ? backward_to_beat_us(work, request.device)
-                           : whole_backward_us(cost_input(work, request.device));
+  if (request.cu_seqlens.empty()) work.lengths = {p.num_tokens};
+  const double own = backward_to_beat_us(work, request.device);
   const double other = staged::backward_to_beat_us(work, request.device);
   if (own <= other) return {};
-  return cat(
-      "predicted: ", std::llround(own),
-      known ? " us where heads forget nothing" : " us of one sequence, which it does not cut",
-      "; cuda.sm80.staged ", std::llround(other), " us");
+  return cat("predicted: ", std::llround(own), " us where heads forget nothing",
+             request.cu_seqlens.empty() ? ", of one sequence" : "", "; cuda.sm80.staged ",
+             std::llround(other), " us");
 }
 
 void predict(plan::PlanBuilder& builder) {

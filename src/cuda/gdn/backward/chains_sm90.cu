@@ -328,12 +328,19 @@ struct Reverse {
 
 // ---- the kernels -------------------------------------------------------------------------------
 
+/// Whether a kernel that cuts has left a chain something to do at its place.
+template <class C>
+__device__ bool is_there(const C& c, const int64_t* made_segments) {
+  if (!made_segments) return true;
+  return c.a.map.segments ? c.unit < *made_segments : *made_segments == 0;
+}
+
 template <class Direction>
 __device__ __forceinline__ void run(const KernelArgs& a) {
   Pipeline<Direction> pipeline(a, *reinterpret_cast<Ring<Direction>*>(ptx::dynamic_shared()));
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   pipeline.d.c.template find_place<kColumns>(warp, Direction::block(a));
-  if (pipeline.d.begin()) run_warps(pipeline, warp);
+  if (is_there(pipeline.d.c, a.made_segments) && pipeline.d.begin()) run_warps(pipeline, warp);
 }
 
 template <bool kScan>

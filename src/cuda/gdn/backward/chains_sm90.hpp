@@ -26,6 +26,7 @@ struct BackwardChainsArgs {
   const float* d_states = nullptr;  ///< [spans, HV, K, V]: dS behind segments, not reverse.d_final
   RowView v;
   Factors made;
+  const int64_t* made_segments = nullptr;  ///< as in ChainArgs of the forward
 
   // A scan has these.
   float* D = nullptr;  ///< [spans, HV, K, V]: dS before a segment if that behind it is zero

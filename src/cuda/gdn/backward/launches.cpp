@@ -7,7 +7,9 @@
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
 #include "cuda/gdn/backward/chains_sm90.hpp"
+#include "cuda/gdn/backward/cost.hpp"
 #include "cuda/gdn/backward/grad_sm90.hpp"
+#include "cuda/gdn/device_cut_plan.hpp"
 #include "cuda/gdn/intra_sm90.hpp"
 #include "cuda/gdn/launches.hpp"
 #include "cuda/gdn/merge_sm90.hpp"
@@ -53,10 +55,10 @@ struct Parts {
     forgets_before = flags;
     // Where nothing but final states has a gradient, all is left of it.
     if (call.gradients.d_o)
-      forgets_behind = flags + b.call.plan->segments.size() *
-                                   static_cast<std::size_t>(b.call.problem.num_value_heads);
+      forgets_behind = flags + places_of(*b.call.plan) * b.call.problem.num_value_heads;
   }
-  bool segmented() const { return b.call.plan->segmented; }
+  bool cut_on_device() const { return b.call.plan->device_cut.on; }
+  bool segmented() const { return b.call.plan->segmented || cut_on_device(); }
 
  private:
   float* floats(std::string_view name) const { return static_cast<float*>(find(name)); }
@@ -87,6 +89,8 @@ HeadGates<BackwardChainsArgs> chains_args(const Parts& parts) {
   args.reverse.dv = given.dv, args.reverse.d_initial = given.d_initial;
   args.v = given.v;
   args.made = parts.made;
+  if (parts.cut_on_device())
+    args.made_segments = parts.maps.segment_offsets + parts.b.call.problem.num_sequences;
   args.errors.M = parts.M, args.errors.B = parts.B;
   args.D = parts.D;
   args.forgets_before = parts.forgets_before, args.forgets_behind = parts.forgets_behind;
@@ -124,8 +128,18 @@ Status merge(const Parts& parts, const Launch& where) {
   return launch_reverse_merge(gradients, {where.stream});
 }
 
+/// Where a kernel may have cut nothing: whole sequences.
+HeadGates<BackwardChainsArgs> whole_chains_args(const Parts& parts) {
+  HeadGates<BackwardChainsArgs> args = chains_args(parts);
+  for (SequenceMap* map : {&args.errors.map, &args.reverse.map})
+    map->segments = nullptr, map->num_segments = 0;
+  return args;
+}
+
 Status run_chains(const Parts& parts, const Launch& early) {
   if (!parts.segmented()) return launch_backward_chains(chains_args(parts), early);
+  if (parts.cut_on_device())
+    KDA_RETURN_IF_ERROR(launch_backward_chains(whole_chains_args(parts), early));
   KDA_RETURN_IF_ERROR(launch_backward_scan(chains_args(parts), early));
   KDA_RETURN_IF_ERROR(merge(parts, early));
   return launch_backward_chains(segment_chains_args(parts), early);
@@ -161,7 +175,8 @@ Status backward(const stage::Backward& b) {
     const stage::Call& call = b.call;
     const Launch early{call.stream, true};
     Parts parts(b);
-    KDA_RETURN_IF_ERROR(make_sequence_maps(call, call.plan->segments, false, &parts.maps));
+    KDA_RETURN_IF_ERROR(make_maps(call, backward_model_from_bounds(call.problem, call.plan->device),
+                                  call.plan->segments, false, &parts.maps));
     set_gradient_views(b, parts.maps, &parts.given);
     KDA_RETURN_IF_ERROR(launch_intra(backward_intra_args(parts), launch_after(call, parts.maps)));
     KDA_RETURN_IF_ERROR(run_chains(parts, early));
