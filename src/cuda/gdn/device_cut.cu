@@ -9,7 +9,7 @@
 
 namespace kda::cuda::gdn {
 
-// What sequence_cut::Cutter asks for.
+// Functions that sequence_cut::Cutter asks for.
 template <class Model>
 __device__ const CostSizes& sizes_of(const CutArgs<Model>& a) {
   return a.model.sizes;

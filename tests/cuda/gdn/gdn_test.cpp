@@ -375,20 +375,22 @@ TEST_F(Gdn, EqualKeysAndStepsNearTwo) {
 
 /// 8,192 tokens of 16/32 heads, whole and cut; every second value head is looked at, which is one a
 /// q/k head. Outputs have the same bounds. Errors of states are those of the slowest heads that are
-/// drawn, here of others: their bound is 1.15 times what operands in bf16 cost the same heads.
+/// drawn, here of others: their bound is 1.15 times what operands in bf16 cost the same heads. With
+/// equal keys and steps near 2 a single rounding is felt for long, so that one draw says less.
 TEST_F(Gdn, ErrorsAtTheSizeOfALayer) {
   if (test::emulated()) GTEST_SKIP() << "would take minutes";
-  const auto expect = [](const Inputs& inputs, const Bound& bound, const std::string& name) {
+  const auto expect = [](const Inputs& inputs, const Bound& bound, double factor,
+                         const std::string& name) {
     HeadErrors errors(inputs, 2);
-    const double state = std::max(1.15 * errors.state_in_bf16(), 0.4e-3);
+    const double state = std::max(factor * errors.state_in_bf16(), 0.4e-3);
     test::note(name + ", bounds", bound.o, state);
     expect_below(errors.of(test::run_inputs(inputs, on_gdn())), bound.o, state, name);
     expect_below(errors.of(test::run_inputs(inputs, in_segments(4))), bound.o, state,
                  name + ", 4 segments");
   };
   for (const Bound& bound : kBounds)
-    expect(with_bound(bound, 8192, 16, 32), bound, test::gdn::name_of(bound.gates));
-  expect(equal_keys(8192, 16, 32), kEqualKeys, "equal keys");
+    expect(with_bound(bound, 8192, 16, 32), bound, 1.15, test::gdn::name_of(bound.gates));
+  expect(equal_keys(8192, 16, 32), kEqualKeys, 1.5, "equal keys");
 }
 
 TEST_F(Gdn, EveryGate) {

@@ -9,7 +9,7 @@
 
 namespace kda::cuda::staged {
 
-// What sequence_cut::Cutter asks for.
+// Functions that sequence_cut::Cutter asks for.
 __device__ inline const CostSizes& sizes_of(const BackwardCutArgs& a) { return a.model.sizes; }
 __device__ inline double minimum_step_of(const BackwardCutArgs& a) {
   return a.model.backward.minimum_step;
