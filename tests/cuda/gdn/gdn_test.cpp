@@ -720,19 +720,20 @@ TEST_F(Gdn, SegmentsMadeOnTheDeviceHaveTheBitsOfHostLengths) {
 /// The planner's cuts, by predicted times.
 TEST_F(Gdn, CutsThatGainOnTheDeviceHaveTheBitsOfHostLengths) {
   if (test::emulated()) GTEST_SKIP() << "would take minutes";
-  for (const std::vector<int64_t>& lengths :
-       {std::vector<int64_t>{16384}, {9000, 0, 3000, 4384}, {4096, 4096, 4096, 4096}})
-    for (const Gates gates : {Gates::kTrained, Gates::kZero}) {
-      const BothLengths both(
-          test::gdn::inputs_of(
-              {.lengths = lengths, .H = 2, .HV = 8, .K = 128, .V = 128, .gates = gates}),
-          on_gdn());
-      EXPECT_EQ(both.host.plan.segmented, lengths.size() < 4 || lengths[0] > 4096);
-      both.expect_same(test::gdn::name_of(gates));
-    }
+  const auto expect = [](std::vector<int64_t> lengths, Gates gates, bool cut) {
+    const BothLengths both(
+        test::gdn::inputs_of(
+            {.lengths = std::move(lengths), .H = 2, .HV = 8, .K = 128, .V = 128, .gates = gates}),
+        on_gdn());
+    EXPECT_EQ(both.host.plan.segmented, cut);
+    both.expect_same(test::gdn::name_of(gates));
+  };
+  expect({16384}, Gates::kTrained, true);
+  expect({9000, 0, 3000, 4384}, Gates::kZero, true);
+  expect({4096, 4096, 4096, 4096}, Gates::kTrained, false);
 }
 
-/// One graph, other lengths at each replay; rows behind the last sequence belong to none.
+/// One graph, other lengths at each replay: cut, whole, and with sequences without tokens.
 TEST_F(Gdn, OneGraphServesManyTables) {
   constexpr int64_t kTokens = 300;
   Inputs inputs = test::gdn::inputs_of({.lengths = {kTokens, 0, 0}, .gates = Gates::kTrained});
