@@ -733,6 +733,8 @@ TEST_F(Gdn, CutsThatGainOnTheDeviceHaveTheBitsOfHostLengths) {
   expect({4096, 4096, 4096, 4096}, Gates::kTrained, false);
 }
 
+#ifdef KDA_WITH_CUDA
+
 /// One graph, other lengths at each replay: cut, whole, and with sequences without tokens.
 TEST_F(Gdn, OneGraphServesManyTables) {
   constexpr int64_t kTokens = 300;
@@ -759,6 +761,8 @@ TEST_F(Gdn, OneGraphServesManyTables) {
     EXPECT_TRUE(test::same_bits(host.outputs.final_state, call.outputs.final_state)) << first;
   }
 }
+
+#endif
 
 Plan plan_of(const test::Table& table, bool from_bounds) {
   Problem p = table.problem();
