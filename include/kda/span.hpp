@@ -48,9 +48,9 @@ Status span_maps(const Plan& plan, const Tensors& tensors, const SpanMaps& maps,
 Status span_begin(const Plan& plan, const Tensors& tensors, const SpanMaps& maps, void* workspace,
                   std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 
-/// The second phase: o and final states, from the states before the spans, `states_in` [N, HV, K,
-/// V] in fp32 on the device, dense, in the kv layout. All else as it was given to span_begin(),
-/// which must have run on the same workspace.
+/// The second phase: o, final states and checkpoints, from the states before the spans, `states_in`
+/// [N, HV, K, V] in fp32 on the device, dense, in the kv layout. All else as it was given to
+/// span_begin(), which must have run on the same workspace.
 Status span_finish(const Plan& plan, const Tensors& tensors, const float* states_in,
                    void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 

@@ -203,6 +203,8 @@ def workspace_bytes(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_lo
     if state is not None:
         if initial_state is not None:
             raise ValueError("initial_state belongs to forward(), state to decode(): give one of them")
+        if context_parallel != "auto" or batch_invariant:
+            raise ValueError("context_parallel and batch_invariant belong to forward(), state to decode()")
         call.set_pool(call.view("state", state), indices, first_slot)
     if initial_state is not None:
         call.set_state("initial_state", call.view("initial_state", initial_state), call.sequences)

@@ -285,7 +285,11 @@ Status segment_scan(const stage::SegmentScan& scan) {
   FusedPrefillArgs args;
   set_inputs(call, maps, &args);
   set_results(call, maps, &args);
-  if (!scan.Qt) args.o.base = nullptr, args.checkpoints = {};  // of a forward from start states
+  if (!scan.Qt) {  // a forward from start states has outputs and checkpoints, and flags them
+    args.o.base = nullptr;
+    args.checkpoints = {};
+    args.checkpoint_offsets = nullptr;
+  }
   args.Qt = scan.Qt;
   args.M = scan.M;
   args.B = scan.B;

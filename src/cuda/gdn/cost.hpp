@@ -62,10 +62,11 @@ inline double unforgetting_us(const CostInput& in, int64_t segment_tokens) {
   return unforgetting_us(cut_model(in, true), padded(in), even_cut(in, segment_tokens));
 }
 
-/// Whether any table of so many tokens and sequences can gain by a cut: the longest time uncut, of
-/// one sequence of all tokens beside any number of short ones, which may make its blocks wide;
-/// against the least time cut, as if all tokens were of one sequence. It reads no lengths, so that
-/// a plan from bounds says the same as one from lengths.
+/// Whether a cut of so many tokens and sequences is looked for: the longest time uncut, of one
+/// sequence of all tokens beside any number of short ones, which may make its blocks wide; against
+/// the least time cut, as if all tokens were of one sequence. Hardly any table that gains is
+/// refused (docs/design/gdn.md). It reads no lengths, so that a plan from bounds says the same as
+/// one from lengths.
 template <class Model>
 bool may_cut(const Model& m, int64_t num_tokens, int64_t num_sequences) {
   const int64_t chunks = plan::ceil_div(num_tokens, plan::kAutoChunk);
@@ -77,7 +78,7 @@ bool may_cut(const Model& m, int64_t num_tokens, int64_t num_sequences) {
     how.cut.add(num_tokens, how.segment_tokens, how.segment_tokens);
     least = std::min(least, candidate_us(m, in, how));
   }
-  // With more chains than SMs nothing but their rounds changes, which are shorter then.
+  // Past as many chains as SMs, more of them add as many rounds to a cut as to none.
   for (int64_t n = 2; n <= std::min(num_sequences, in.num_sms + 1); ++n) {
     in.sums.with_tokens = n;
     longest = std::max(longest, candidate_us(m, in, {}));

@@ -2,8 +2,8 @@
 // Cuts sequences where only the device knows their lengths: the cut that cheapest_cut() (cost.hpp)
 // makes of the same lengths on the host, bit for bit, since both call the same functions.
 //
-// Chains of whole sequences and those of segments are launched, and one of the two has nothing to
-// do.
+// Chains of whole sequences and those of segments are launched. Where nothing is cut, the last word
+// of segment_offsets is 0 and those of segments end at once, elsewhere those of whole sequences.
 #pragma once
 
 #include "cuda/gdn/backward/cut_model.hpp"

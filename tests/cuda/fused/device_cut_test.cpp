@@ -690,6 +690,27 @@ TEST_F(DeviceCut, CheckpointsPastAnEarlyExit) {
   }
 }
 
+/// In segments that are asked for, joined in one pass or run again from their start states.
+TEST_F(DeviceCut, CheckpointsOfSegmentsThatAreAskedFor) {
+  check::GenerateOptions some = test::shape16(0, 1, 128, 128);
+  some.seq_lens = {300, 70};
+  const Inputs inputs = check::generate(some);
+  for (const auto method : {SegmentMethod::kScanMergeForward, SegmentMethod::kOnePass}) {
+    test::RunOptions where{.plan = test::with_backend("cuda.sm90.fused"),
+                           .out_dtype = DType::kBFloat16};
+    where.plan.context_parallel = SegmentPolicy::kFixed;
+    where.plan.num_segments = 3;
+    where.plan.segment_method = method;
+    Tracked call(inputs, {208, 64}, DType::kFloat32);
+    call.run(where);
+    ASSERT_TRUE(call.plan.segmented);
+    ASSERT_EQ(call.plan.resolved.segment_method, method);
+    EXPECT_EQ(call.flags, 0);
+    for (const std::size_t n : {0, 1})
+      call.expect_right(n, where, cat("method ", static_cast<int>(method)));
+  }
+}
+
 /// Offsets and slots that are none are flagged, and nothing is stored for them.
 TEST_P(DeviceCutResults, OffsetsThatAreNoCheckpointsAreFlagged) {
   const Inputs inputs = check::generate(options({1100, 70}, 1));
