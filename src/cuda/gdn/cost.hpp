@@ -96,7 +96,8 @@ plan::Partition cheapest_cut(const plan::Workload& work, const CostInput& input,
   cost->roofline_us = least_us(m, in);
   cost->serial_us = candidate_us(m, in, {});
   const plan::CutSearch search{.whole_us = cost->serial_us,
-                               .may_gain = may_cut(m, in.sums.tokens, in.sums.sequences),
+                               .may_gain = in.sums.longest > plan::kAutoChunk &&
+                                           may_cut(m, in.sums.tokens, in.sums.sequences),
                                .minimum_gain = kMinimumGain,
                                .minimum_step = m.costs.minimum_step,
                                .time_us = [&](int64_t, int64_t tokens) {
