@@ -156,6 +156,9 @@ class Options : public test::TemporaryFolder {
       const bool decodes = option && option->get_name() == "--tail" && name == "what";
       words.push_back(decodes ? "decode" : kGood.at(name));
     }
+    if (option)  // switches without which it is refused
+      for (const CLI::Option* other : option->get_needs())
+        if (other->get_items_expected_max() == 0) words.push_back(other->get_name());
     return words;
   }
 
@@ -165,7 +168,7 @@ class Options : public test::TemporaryFolder {
     const std::string type = option.get_type_name(), name = option.get_name();
     if (type == "INT")
       return (value == "7" && name != "--tail") ||
-             (name == "--seed" && value == "9223372036854775807") ||
+             (is_one_of(name, {"--seed", "--most-cut-bytes"}) && value == "9223372036854775807") ||
              (name == "--batch" && value == "7");
     if (type == "NUMBER") {
       if (name == "--lower-bound") return is_one_of(value, {"-1", "-99999999999999999999"});
