@@ -53,7 +53,13 @@ def test_segments_and_invariance():
     call = lambda **how: arrays.forward(**arguments, **raw, **how)[0]
     whole, cut = call(), call(context_parallel=3)
     assert not np.array_equal(whole, cut) and distance(torch.from_numpy(cut), torch.from_numpy(whole).double()) < 2e-6
-    assert np.array_equal(whole, call(context_parallel="off")) and np.array_equal(whole, call(batch_invariant=True))
+    assert np.array_equal(whole, call(context_parallel="off"))
+    # This policy cuts by the tokens of the batch, or of a sequence alone.
+    _, _, _, arguments, raw = numpy_inputs(B=4, T=200, H=4)
+    arguments["g"] = arguments["g"] / 100
+    batch, alone = call(context_parallel="flashkda"), call(context_parallel="flashkda", batch_invariant=True)
+    first = arrays.forward(**{n: x[:1] for n, x in arguments.items()}, **raw, context_parallel="flashkda")[0]
+    assert not np.array_equal(batch[:1], first) and np.array_equal(alone[:1], first)
     with pytest.raises(ValueError, match="^context_parallel must be 'auto', 'off', .* got 'on'"):
         call(context_parallel="on")
     with pytest.raises(TypeError, match="^batch_invariant must be a bool, got 1"):

@@ -136,9 +136,16 @@ def test_segments_and_invariance():
     call = lambda **how: jax.jit(lambda *y: ours(*y, **how)[0])(*x)
     whole, cut = call(), call(context_parallel=3)
     assert error(cut, whole) < ROUNDING["float32"] and (cut != whole).any()
-    assert (call(context_parallel="off") == whole).all() and (call(batch_invariant=True) == whole).all()
+    assert (call(context_parallel="off") == whole).all()
     gradient = lambda **how: jax.grad(loss(lambda *y: ours(*y, **how)), 2)(*x)
     assert error(gradient(context_parallel=3), gradient()) < GRADIENTS
+    # This policy cuts by the tokens of the batch, or of a sequence alone.
+    x, _, _ = inputs(B=4, T=200, H=4)
+    x[3] = x[3] / 100
+    batch, alone = call(context_parallel="flashkda"), call(context_parallel="flashkda", batch_invariant=True)
+    x = [y[:1] for y in x]
+    first = call(context_parallel="flashkda")
+    assert (batch[:1] != first).any() and (alone[:1] == first).all()
 
 
 def test_states_that_begin():
