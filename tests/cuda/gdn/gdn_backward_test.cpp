@@ -875,6 +875,12 @@ TEST(GdnBackwardPlan, ServesWhereItIsFaster) {
   const Plan bounds = plan_of(65536, 2, 8, /*known=*/false);
   EXPECT_EQ(why_not(bounds), "");
   EXPECT_TRUE(bounds.device_cut.on && bounds.early_exit);
+  // Room for the cut of the other backend alone.
+  PlanOptions little;
+  little.most_cut_bytes = int64_t{128} << 20;
+  const Plan other = plan_of(65536, 2, 8, /*known=*/false, little);
+  EXPECT_NE(why_not(other).find("of one sequence; cuda.sm80.staged"), std::string::npos)
+      << why_not(other);
 }
 
 TEST(GdnBackwardPlan, LeavesLargeWorkspacesToGroupsOfHeads) {

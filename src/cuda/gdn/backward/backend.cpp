@@ -44,12 +44,15 @@ std::string decline_gradients(const Gradients& g) {
 constexpr const char* kDropsM =
     "M is dropped where the gates bound it by 2^-20, for gradients by 2^-40";
 
+/// Bytes that a cut takes for each segment and value head.
+std::size_t segment_bytes(const Problem& p) {
+  return static_cast<std::size_t>(p.key_dim * (p.key_dim + 4 * p.value_dim)) * sizeof(float);
+}
+
 void cut_on_device(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
-  const auto bytes =
-      static_cast<std::size_t>(p.key_dim * (p.key_dim + 4 * p.value_dim)) * sizeof(float);
-  gdn::cut_on_device(builder, backward_model_from_bounds(p, plan.device), bytes);
+  gdn::cut_on_device(builder, backward_model_from_bounds(p, plan.device), segment_bytes(p));
   if (plan.early_exit) builder.reason(kDropsM);
 }
 
@@ -150,6 +153,15 @@ double workspace_bytes(const Problem& p) {
           static_cast<double>(p.num_value_heads) * value_head);
 }
 
+/// Whether a kernel has room for a cut where only the device knows the lengths. Else all is whole.
+bool has_room_for_cut(const registry::Request& request) {
+  const Problem& p = request.problem;
+  const int64_t behind = backward_model_from_bounds(p, request.device).most_behind;
+  return static_cast<std::size_t>((p.num_sequences + behind) * p.num_value_heads) *
+             segment_bytes(p) <=
+         static_cast<std::size_t>(request.options.most_cut_bytes);
+}
+
 /// The staged backend is the next one. It works in groups of heads where all of them would need
 /// more memory than `kMostBytes`.
 std::string defer(const registry::Request& request) {
@@ -168,7 +180,9 @@ std::string defer(const registry::Request& request) {
   if (policy != SegmentPolicy::kAuto) return {};
   plan::Workload work = plan::workload_of(p, request.cu_seqlens, request.device);
   if (request.cu_seqlens.empty()) work.lengths = {p.num_tokens};
-  const double own = backward_to_beat_us(work, request.device);
+  const double own = request.cu_seqlens.empty() && !has_room_for_cut(request)
+                         ? whole_backward_us(cost_input(work, request.device))
+                         : backward_to_beat_us(work, request.device);
   const double other = staged::backward_to_beat_us(work, request.device);
   if (own <= other) return {};
   return cat("predicted: ", std::llround(own), " us where heads forget nothing",
