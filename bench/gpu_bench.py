@@ -30,7 +30,7 @@ BENCHMARKS = {
 }
 # Benchmarks of `kda bench forward` on these backends, one after the other at every case.
 BACKENDS = {"fused": ["fused", "staged"]}
-# What `kda bench` times in each set of the benchmark of tails, which runs with all these boundary states.
+# `gpu-bench tails` runs two sets of cases, each by one `kda bench` command and with each type of boundary states.
 TAILS = {"tails": "decode", "verify": "verify"}
 BOUNDARY_STATES = ("fp32", "bf16", "split")
 # Benchmarks of which each case runs with these policies, on and off: `auto` first, whose rows are those of the file.

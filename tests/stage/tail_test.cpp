@@ -516,7 +516,7 @@ TEST(Tail, VerifiesOf32Rows) {
 /// More heads than threads that look at them, and more that fold than blocks: sequences that begin
 /// at different positions fold in different calls. A CPU has the same calls.
 TEST(Tail, EveryHeadOfManySequencesIsFolded) {
-  if (!test::on_cuda()) GTEST_SKIP() << "how blocks share folds";
+  if (!test::on_cuda()) GTEST_SKIP() << "a CPU folds without blocks that share heads";
   constexpr int64_t kSequences = 40, kTogether = 5;
   World world(StateLayout::kVK, kSplit,
               {8, 8, DType::kFloat32, check::Regime::kTrained, false, kRows, kSequences});

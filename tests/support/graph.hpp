@@ -5,7 +5,10 @@
 #ifdef KDA_WITH_CUDA
 #include <cuda_runtime.h>
 
+#include <vector>
+
 #include "core/text.hpp"
+#include "kda/run.hpp"
 #include "kda/status.hpp"
 
 namespace kda::test {
@@ -48,6 +51,14 @@ struct Graph {
     throw_if_cuda_error(cudaGraphLaunch(executable, stream.stream), "launch graph");
   }
 };
+
+/// Writes over the lengths that a call reads on the device.
+inline void replace_lengths(const Tensors& tensors, const std::vector<int64_t>& cu_seqlens) {
+  throw_if_cuda_error(cudaMemcpy(const_cast<void*>(tensors.cu_seqlens), cu_seqlens.data(),
+                                 cu_seqlens.size() * sizeof(int64_t), cudaMemcpyHostToDevice),
+                      "copy lengths");
+  throw_if_cuda_error(cudaDeviceSynchronize(), "wait for lengths");
+}
 
 }  // namespace kda::test
 #endif

@@ -428,15 +428,23 @@ TEST_P(DeviceCutResults, HaveTheBitsOfHostLengths) {
   expect_same_bits(check::generate(some), "no initial state");
 }
 
-/// Transitions that exit early are not in the schedule.
-TEST_F(DeviceCut, TransitionsThatMayExitEarly) {
-  if (test::emulated()) GTEST_SKIP() << "takes minutes there: 80,000 tokens";
-  check::GenerateOptions some = test::shape16(0, 1, 128, 128);
-  some.seq_lens = {80000, 300};
-  const Inputs inputs = check::generate(some);
+/// Two sequences, of the first of which transitions exit early.
+struct EarlyExit {
+  Inputs inputs;
   test::RunOptions where{.plan = test::with_backend("cuda.sm90.fused"),
                          .out_dtype = DType::kBFloat16};
-  where.num_sms = 8;
+  EarlyExit() {
+    check::GenerateOptions some = test::shape16(0, 1, 128, 128);
+    some.seq_lens = {80000, 300};
+    inputs = check::generate(some);
+    where.num_sms = 8;
+  }
+};
+
+/// Transitions that exit early are not in the schedule.
+TEST_F(DeviceCut, TransitionsThatMayExitEarly) {
+  if (test::emulated()) GTEST_SKIP() << "80,000 tokens take minutes on the emulator";
+  auto [inputs, where] = EarlyExit();
   const test::Result host = test::run_inputs(inputs, where);
   ASSERT_TRUE(host.plan.early_exit);
   where.from_bounds = true;
@@ -467,11 +475,7 @@ TEST_P(DeviceCutResults, OneGraphServesManyTables) {
       if (i % 4 == 2) ends[1] = random.below(300);
       std::sort(ends.begin(), ends.end());
     }
-    ASSERT_EQ(
-        cudaMemcpy(const_cast<void*>(call.memory->tensors().cu_seqlens), inputs.cu_seqlens.data(),
-                   inputs.cu_seqlens.size() * sizeof(int64_t), cudaMemcpyHostToDevice),
-        cudaSuccess);
-    check::synchronize_device();
+    test::replace_lengths(call.memory->tensors(), inputs.cu_seqlens);
     graph.launch(stream);
     call.read();
     const test::Result host = test::run_inputs(inputs, where);
@@ -493,10 +497,7 @@ TEST_P(DeviceCutResults, RowsOfNoSequenceAreZero) {
     where.plan.context_parallel = policy;
     test::OnDevice call(inputs, where);
     ASSERT_EQ(call.plan.device_cut.on, policy == SegmentPolicy::kAuto);
-    const int64_t given[] = {kFirst, kLast};
-    ASSERT_EQ(cudaMemcpy(const_cast<void*>(call.memory->tensors().cu_seqlens), given, sizeof(given),
-                         cudaMemcpyHostToDevice),
-              cudaSuccess);
+    test::replace_lengths(call.memory->tensors(), {kFirst, kLast});
     ASSERT_TRUE(call.run().ok());
     call.read();
     const auto* o = reinterpret_cast<const uint16_t*>(call.outputs.o.data());
@@ -527,7 +528,8 @@ class ContextParallel : public test::HopperTest {
  protected:
   void SetUp() override {
     HopperTest::SetUp();
-    if (!IsSkipped() && test::emulated()) GTEST_SKIP() << "takes minutes there";
+    if (!IsSkipped() && test::emulated())
+      GTEST_SKIP() << "8,192 tokens and more take minutes on the emulator";
   }
   static void expect_within(int64_t tokens, int64_t heads, SegmentPolicy policy,
                             bool initial_state) {
@@ -565,6 +567,7 @@ struct Tracked {
   Plan plan;
   check::Outputs outputs;
   int32_t flags = -1;
+  int64_t last_exit = -1;  ///< of the first head in the last segment of the first sequence
 
   Tracked(Inputs given, std::vector<int32_t> at, DType states)
       : inputs(std::move(given)), offsets(std::move(at)) {
@@ -593,6 +596,13 @@ struct Tracked {
     tensors.checkpoint_indices = slots.data();
     throw_if_error(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()));
     std::memcpy(&flags, plan::find_block(plan, workspace.data(), "device_flags"), sizeof flags);
+    if (plan.early_exit && plan.lengths_known) {
+      const int64_t row = plan.segment_offsets[1] - 2;  // the first segment has none
+      const void* exits = plan::find_block(plan, workspace.data(), stage::kExitToken.name);
+      std::memcpy(&last_exit,
+                  static_cast<const int64_t*>(exits) + row * plan.problem.num_value_heads,
+                  sizeof last_exit);
+    }
   }
   std::size_t bytes() const {
     const Problem& p = inputs.problem;
@@ -667,20 +677,18 @@ TEST_P(DeviceCutResults, CheckpointsAtOffsets) {
 
 /// Behind the token at which the transition of its segment has exited, and before it.
 TEST_F(DeviceCut, CheckpointsPastAnEarlyExit) {
-  if (test::emulated()) GTEST_SKIP() << "takes minutes there: 80,000 tokens";
-  check::GenerateOptions some = test::shape16(0, 1, 128, 128);
-  some.seq_lens = {80000, 300};
-  const Inputs inputs = check::generate(some);
-  test::RunOptions where{.plan = test::with_backend("cuda.sm90.fused"),
-                         .out_dtype = DType::kBFloat16};
-  where.num_sms = 8;
+  if (test::emulated()) GTEST_SKIP() << "80,000 tokens take minutes on the emulator";
+  auto [inputs, where] = EarlyExit();
   const test::Result plain = test::run_inputs(inputs, where);
   ASSERT_TRUE(plain.plan.early_exit);
   const auto end = static_cast<int32_t>(plain.plan.segments[0].end);
   for (const int32_t offset : {79984, end + 64}) {
     Tracked host(inputs, {offset, 288}, DType::kFloat32), device = host;
     host.run(where);
-    EXPECT_TRUE(host.plan.early_exit);
+    ASSERT_TRUE(host.plan.early_exit);
+    if (offset == 79984) {
+      EXPECT_LT(host.last_exit, offset);
+    }
     where.from_bounds = true;
     device.run(where);
     where.from_bounds = false;

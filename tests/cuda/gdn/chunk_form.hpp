@@ -133,7 +133,7 @@ struct ChunkFactors {
   }
 };
 
-/// What operands of products are rounded to.
+/// Products take their operands as they are, or rounded to bf16.
 enum class Operands { kFloat64, kBFloat16 };
 
 /// o [L, V] and the state [K, V] after one sequence of a value head. With operands in bf16 o is

@@ -8,6 +8,7 @@
 
 #include "cuda/gdn/device_cut.hpp"
 #include "support/harness.hpp"
+#include "support/length_tables.hpp"
 
 namespace kda::test::gdn {
 
@@ -39,6 +40,27 @@ void expect_same_cut(const Plan& bounds, const Plan& plan, const Model& model) {
   const int64_t end = plan.cu_seqlens.back();
   while (wanted.size() < got.size()) wanted.insert(wanted.end(), {N - 1, end, end});
   EXPECT_EQ(got, wanted);
+}
+
+/// Draws random tables until the plans of `wanted` leave the cut to the kernel.
+/// plan_of(table, from_bounds); model_of(problem, device).
+template <class PlanOf, class ModelOf>
+void expect_the_planners_cuts(uint64_t seed, int wanted, PlanOf&& plan_of, ModelOf&& model_of) {
+  check::Random random(seed);
+  int cut = 0;
+  for (int i = 0; i < wanted;) {
+    const Table table = random_table(&random);
+    const Plan bounds = plan_of(table, true), plan = plan_of(table, false);
+    if (!bounds.device_cut.on) {
+      ASSERT_FALSE(plan.segmented) << table.text();
+      continue;
+    }
+    ++i;
+    cut += plan.segmented;
+    expect_same_cut(bounds, plan, model_of(plan.problem, plan.device));
+    ASSERT_FALSE(::testing::Test::HasFailure()) << table.text();
+  }
+  EXPECT_GE(cut, wanted / 4);
 }
 
 }  // namespace kda::test::gdn
