@@ -800,6 +800,23 @@ def table_gpu_gated_delta():
             + source(report))
 
 
+def table_gpu_flash_qla():
+    """Kernel times of both passes, and the largest difference of their results."""
+    report = load("gpu_flash_qla")
+    rows = []
+    for c in report["cases"]:
+        cells = []
+        for what in ("forward", "backward"):
+            ours, theirs = (c[what][who]["kernels"] for who in ("libkda", "flash_qla"))
+            cells += [f"{ours:,.0f}", f"{theirs:,.0f}", f"{ours / theirs:.2f}"]
+        rows.append([f'{c["tokens"]:,}, {c["heads"]} / {c["value_heads"]}', f'`{c["implementation"]}`', *cells])
+    most = max(x for c in report["cases"] for what in ("forward", "backward") for x in c[what]["difference"].values())
+    head = ["tokens, q/k heads / value heads", "forward by", "forward: libkda, us", "FlashQLA, us", "libkda / FlashQLA",
+            "backward: libkda, us", "FlashQLA, us", "libkda / FlashQLA"]
+    return (f'{gpu_of(report)}; torch {report["torch"]}, flash-qla {report["flash_qla"]}, tilelang {report["tilelang"]}\n\n'
+            f"{markdown(head, rows)}\n\nOutputs and gradients of the two differ by {most:.1e} at most.{source(report)}")
+
+
 def table_gpu_fuzz():
     """Random problems above the bound, of each backend's last day; the last row is that of the GPU tests."""
     report, tested = load("gpu_fuzz"), load("gpu_test")
