@@ -11,9 +11,10 @@ namespace kda::cuda::sm90::fused {
 /// SegmentCorrectArgs.
 template <class Args>
 __device__ inline int64_t checkpoint_offset(const Args& a, const TokenRange& sequence) {
-  const int64_t offset = a.checkpoint_offsets[sequence.sequence];
-  const bool fits = offset % a.checkpoint_multiple == 0 && offset <= sequence.end - sequence.begin;
-  return offset > 0 && fits ? offset : 0;
+  const int32_t offset = a.checkpoint_offsets[sequence.sequence];
+  const bool fits = offset > 0 && offset <= sequence.end - sequence.begin &&
+                    static_cast<uint32_t>(offset) % a.checkpoint_multiple == 0;
+  return fits ? offset : 0;
 }
 
 /// The first block reports metadata that it cannot use. An offset that is none of a sequence is

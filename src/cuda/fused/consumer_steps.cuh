@@ -268,20 +268,13 @@ __device__ void find_checkpoint(const C& c, ConsumerState& s) {
   s.checkpoint = s.before + done / every;
   s.to_checkpoint = to_subchunks(every - done % every);
 }
-/// Where the state at checkpoint n goes: of a segment from zero, what it is made of.
+/// The number of the checkpoint that is due; none where the last sub-chunk lacks tokens.
 template <class C>
-__device__ StatePlace checkpoint_place(const C& c, FusedState state, int64_t n) {
-  if (C::kSegments && state == FusedState::kZero) return place_in(c, c.a.checkpoint_B, c.unit);
-  if (C::kSegments && state == FusedState::kTransition)
-    return place_in(c, c.a.checkpoint_M, c.unit);
-  return place_in(c, c.a.checkpoints, n);
-}
-/// The next checkpoint's place; none where the last sub-chunk lacks tokens.
-template <class C>
-__device__ StatePlace next_checkpoint(const C& c, const WorkItem& item, ConsumerState& s) {
+__device__ int64_t next_checkpoint(const C& c, ConsumerState& s) {
   const int64_t done = c.tokens.begin + static_cast<int64_t>(s.num_subchunks - s.left) * kSubchunk;
   s.to_checkpoint = to_subchunks(c.a.checkpoint_every);
-  return done <= c.tokens.end ? checkpoint_place(c, item.state, s.checkpoint++) : StatePlace{};
+  const int64_t number = s.checkpoint++;
+  return done <= c.tokens.end ? number : kNowhere;
 }
 template <class C>
 __device__ void begin_item(C& c, const WorkItem& item, ConsumerState& s) {
@@ -330,20 +323,20 @@ __device__ int stop(C& c, SchedulerState& scheduler, ConsumerState& shared,
     checkpoint = c.a.checkpoints.base && (s.to_checkpoint -= s.until) == 0;
   }
   while (checkpoint || s.left == 0) {  // an empty sequence has no sub-chunks
-    StatePlace place;
+    const WorkItem item = scheduler.item;
+    int64_t to = kNowhere;
     bool more = true;
     if (checkpoint) {
-      place = next_checkpoint(c, scheduler.item, s);
+      to = next_checkpoint(c, s);
     } else {
-      const WorkItem item = scheduler.item;
       const bool interval = C::kSegments && item.exit_interval != WorkItem::kNoInterval;
       if (s.in_item && interval) put_norm(c, item, norm_check);
       if constexpr (C::kKeeps)
         if (s.in_item) end_kept(c);
       more = next_item<C>(c.a, scheduler, norm_check);
-      if (s.in_item && !(interval && more)) place = end_item(c, item);
+      if (s.in_item && !(interval && more)) to = kAtEnd;
     }
-    store_state_to(c, place);  // here alone: its code is long
+    if (to != kNowhere) leave_state(c, item, to);  // here alone: its code is long
     if (!more) return 0;
     if (!checkpoint) begin_item(c, scheduler.item, s);
     checkpoint = false;

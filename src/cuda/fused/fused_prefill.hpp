@@ -85,7 +85,7 @@ struct FusedPrefillArgs : ChainArgs {
   /// Problem::checkpoint_offsets, [N], with an index of `checkpoints` a sequence. Null: a
   /// checkpoint every checkpoint_every tokens, which else is INT64_MAX.
   const int32_t* checkpoint_offsets = nullptr;
-  int64_t checkpoint_multiple = 16;  ///< of tokens: what an offset is
+  uint32_t checkpoint_multiple = 16;  ///< of tokens: what an offset is
   /// [as M and B] What they are up to the checkpoint of their segment, if it has one.
   float *checkpoint_M = nullptr, *checkpoint_B = nullptr;
 };

@@ -154,7 +154,9 @@ template <class Args>
 void set_offsets(const stage::Call& call, Args* args) {
   if (!call.problem.checkpoint_offsets) return;
   args->checkpoint_offsets = call.tensors.checkpoint_offsets;
-  args->checkpoint_multiple = call.problem.checkpoint_every;
+  // 32 bits, since a division of 64 is long. No offset is a multiple of one that has more.
+  args->checkpoint_multiple =
+      static_cast<uint32_t>(std::min<int64_t>(call.problem.checkpoint_every, UINT32_MAX));
   args->checkpoint_M = find<float>(call, block::kCheckpointM);
   args->checkpoint_B = find<float>(call, block::kCheckpointB);
 }

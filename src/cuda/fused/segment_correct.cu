@@ -329,7 +329,7 @@ struct Correct {
 
   /// A state to make, in `slot` (negative: none) of a buffer: M S_in + B, of a segment.
   struct Made {
-    const StateView& to;
+    StateView to;  // by value: through a reference each store would read it again
     int64_t slot;
     const float *M, *B, *start;  // of a head
   };
@@ -370,9 +370,12 @@ struct Correct {
     for (int i = 0; i < 2; ++i) start[i].load(made.B + (row + i * 8) * kV + column);
     float sum[kGroup / 8][4] = {};
     add_product(made.M + row * kK + lane % 4 * 8, made.start + columns, sum);
+    const StateView& to = made.to;
+    const int64_t at = state_offset(to, made.slot, head, row, column);
+    const int64_t down = to.vk ? 1 : to.stride_row, right = to.vk ? to.stride_row : 1;
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-      store_state(made.to, state_offset(made.to, made.slot, head, row + i / 8 * 8, column + i % 8),
+      store_state(to, at + i / 8 * 8 * down + i % 8 * right,
                   sum[i % 8 / 2][i / 8 * 2 + i % 2] + (&start[i / 8].low.x)[i % 8]);
   }
   /// sum += M S of 16 rows and 32 columns, both in two parts: those of S lie beside each other.

@@ -31,7 +31,7 @@ struct SegmentCorrectArgs {
   // One checkpoint a sequence (FusedPrefillArgs); without `checkpoints` none.
   StateView checkpoints;
   const int32_t* checkpoint_offsets = nullptr;
-  int64_t checkpoint_multiple = 16;
+  uint32_t checkpoint_multiple = 16;
   const float *checkpoint_M = nullptr, *checkpoint_B = nullptr;
 
   /// A cut that only the device knows: units, num_units and longest are then those of `cut`, with

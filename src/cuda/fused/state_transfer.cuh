@@ -124,21 +124,34 @@ __device__ void take_handoff(C& c) {
   c.scale = {static_cast<int>(at[C::kTiles * 4 * 128]), at[(C::kTiles * 4 + 1) * 128]};
 }
 
-/// Hands the state on, or says where it goes.
+/// Where the state of an item goes: to the checkpoint of that number, or to the end of the item.
+constexpr int64_t kAtEnd = -1, kNowhere = -2;
+
+/// What a segment from zero is made of, at its end or at a checkpoint inside of it; null: it does
+/// not start from zero.
 template <class C>
-__device__ StatePlace end_item(const C& c, const WorkItem& item) {
-  if (item.stores_state) {
-    store_handoff(c);
-    return {};
-  }
-  if (C::kSegments && item.state == FusedState::kZero) return place_in(c, c.a.B, item.segment);
-  if (C::kSegments && item.state == FusedState::kTransition)
-    return place_in(c, c.a.M, item.segment);
-  if (C::kSegments && item.state == FusedState::kFirst)
-    return place_in(c, c.a.starts, item.segment + 1);
+__device__ const float* made_of(const C& c, FusedState state, bool at_end) {
+  if (!C::kSegments) return nullptr;
+  if (state == FusedState::kZero) return at_end ? c.a.B : c.a.checkpoint_B;
+  if (state == FusedState::kTransition) return at_end ? c.a.M : c.a.checkpoint_M;
+  return nullptr;
+}
+template <class C>
+__device__ StatePlace place_of(const C& c, const WorkItem& item, int64_t checkpoint) {
+  const bool at_end = checkpoint == kAtEnd,
+             starts_next = C::kSegments && at_end && item.state == FusedState::kFirst;
+  const float* matrices = starts_next ? c.a.starts : made_of(c, item.state, at_end);
+  if (matrices) return place_in(c, matrices, c.unit + starts_next);
+  if (!at_end) return place_in(c, c.a.checkpoints, checkpoint);
   const bool last = (C::kSegments && item.state == FusedState::kWhole) ||  // without a map
                     c.tokens.end == sequence_range(c.a.map, c.tokens.sequence).end;
   return last ? place_in(c, c.a.final_state, c.tokens.sequence) : StatePlace{};
+}
+/// Hands the state on, or stores it.
+template <class C>
+__device__ void leave_state(C& c, const WorkItem& item, int64_t checkpoint) {
+  if (checkpoint == kAtEnd && item.stores_state) return store_handoff(c);
+  store_state_to(c, place_of(c, item, checkpoint));
 }
 
 }  // namespace kda::cuda::sm90::fused
