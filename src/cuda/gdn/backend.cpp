@@ -86,7 +86,8 @@ void cut_on_device(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
   const auto bytes =
-      static_cast<std::size_t>(p.key_dim * (p.key_dim + 2 * p.value_dim)) * sizeof(float);
+      static_cast<std::size_t>(p.num_value_heads * p.key_dim * (p.key_dim + 2 * p.value_dim)) *
+      sizeof(float);
   gdn::cut_on_device(builder, model_from_bounds(p, plan.device), bytes);
   if (plan.early_exit) builder.reason(kDropsM);
 }

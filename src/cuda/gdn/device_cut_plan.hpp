@@ -30,7 +30,8 @@ inline int64_t places_of(const Plan& plan) {
 }
 
 /// Why the kernel does not cut; empty: it cuts where that is predicted to gain. By bounds alone, so
-/// that lengths never change what is launched. `segment_bytes`: of a segment and value head.
+/// that lengths never change what is launched. `segment_bytes`: of a segment, of all heads or of a
+/// group of them.
 template <class Model>
 std::string decline_device_cut(const Plan& plan, const Model& model, std::size_t segment_bytes) {
   const Problem& p = plan.problem;
@@ -45,7 +46,7 @@ std::string decline_device_cut(const Plan& plan, const Model& model, std::size_t
   if (fixed == 0 && !may_cut(model, p.num_tokens, p.num_sequences))
     return cat("auto: no table of ", p.num_tokens, " tokens gains by a cut");
   const int64_t places = p.num_sequences + most_behind_of(plan, model);
-  const std::size_t bytes = static_cast<std::size_t>(places * p.num_value_heads) * segment_bytes;
+  const std::size_t bytes = static_cast<std::size_t>(places) * segment_bytes;
   const auto most = static_cast<std::size_t>(plan.requested.most_cut_bytes);
   if (bytes > most)
     return cat("a cut on the device takes ", bytes, " bytes, more than most_cut_bytes = ", most);
