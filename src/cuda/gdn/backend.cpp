@@ -8,6 +8,7 @@
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
 #include "cuda/fused/cost.hpp"
+#include "cuda/gdn/chain_sm90.hpp"
 #include "cuda/gdn/cost.hpp"
 #include "cuda/gdn/device_cut_plan.hpp"
 #include "cuda/gdn/factors.hpp"
@@ -124,8 +125,9 @@ void list_segments(plan::PlanBuilder& builder) {
   builder.kernel("segment_merge", merges_on_hopper(plan.device, p.key_dim)
                                       ? "gdn_merge_sm90"
                                       : merge_kernel(plan.device, p.key_dim));
-  if (plan.device_cut.on)
-    builder.kernel("forward", "gdn_chain_sm90", "whole sequences, where nothing is cut");
+  if (plan.device_cut.on && has_both_widths(p.num_sequences, places_of(plan), p.num_value_heads,
+                                            p.value_dim, plan.device.num_sms))
+    builder.kernel("forward", "gdn_chain_sm90", "64 columns a block, where SMs are enough for it");
 }
 
 void book_cut(plan::PlanBuilder& builder) {

@@ -43,9 +43,12 @@ __global__ void __launch_bounds__(sequence_cut::kThreads)
   cutter.choose();
   cutter.make_offsets();
   const int64_t N = cutter.N, count = a.out.segment_offsets[N], end = a.map.cu_seqlens[N];
+  const int64_t spans = count > 0 ? count : N;
 #pragma unroll 1
   for (int64_t i = cutter.t; i < a.out.places; i += sequence_cut::kThreads)
-    a.out.segments[i] = i < count ? cutter.segment(i).tokens : TokenRange{N - 1, end, end};
+    a.out.segments[i] = i >= spans  ? TokenRange{N - 1, end, end}
+                        : count > 0 ? cutter.segment(i).tokens
+                                    : TokenRange{i, a.map.cu_seqlens[i], a.map.cu_seqlens[i + 1]};
 }
 
 template <class Model>

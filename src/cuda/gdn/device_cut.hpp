@@ -2,8 +2,9 @@
 // Cuts sequences where only the device knows their lengths: the cut that cheapest_cut() (cost.hpp)
 // makes of the same lengths on the host, bit for bit, since both call the same functions.
 //
-// Chains of whole sequences and those of segments are launched. Where nothing is cut, the last word
-// of segment_offsets is 0 and those of segments end at once, elsewhere those of whole sequences.
+// Where nothing is cut, the last word of segment_offsets is 0 and the first places hold whole
+// sequences. The forward has chains of what the places hold. The backward launches chains of whole
+// sequences and those of segments, one of which ends at once.
 #pragma once
 
 #include "cuda/gdn/backward/cut_model.hpp"
@@ -16,7 +17,8 @@ namespace kda::cuda::gdn {
 struct CutMaps {
   int64_t places = 0;
   int64_t* segment_offsets = nullptr;  ///< [N + 1] before each sequence; all 0 where nothing is cut
-  TokenRange* segments = nullptr;      ///< [places] those that there are, then empty ones
+  TokenRange* segments = nullptr;  ///< [places] those that there are, or sequences where nothing
+                                   ///< is cut; then empty ones
 };
 /// Words of 64 bits that they take.
 constexpr int64_t cut_maps_words(int64_t N, int64_t places) { return N + 1 + 3 * places; }

@@ -55,14 +55,9 @@ HeadGates<ChainArgs> chain_args(const stage::Call& call, const SequenceMaps& map
   args.v = row_view(p.v, call.tensors.v);
   args.made = factors_of(call);
   set_outputs(call, maps, &args);
+  args.num_sms = call.plan->device.num_sms;
   if (call.plan->device_cut.on) args.made_segments = maps.segment_offsets + p.num_sequences;
   return with_head_gates(p, args);
-}
-
-/// Where a kernel may have cut nothing: whole sequences.
-Status launch_whole(HeadGates<ChainArgs> args, int64_t num_sms, const Launch& where) {
-  args.map.segments = nullptr, args.map.num_segments = 0;
-  return launch_chain(args, num_sms, where);
 }
 
 }  // namespace
@@ -75,11 +70,8 @@ Status forward(const stage::Forward& f) {
     if (!f.prepared)
       KDA_RETURN_IF_ERROR(launch_intra(intra_args(call, maps), launch_after(call, maps)));
     HeadGates<ChainArgs> args = chain_args(call, maps);
-    const int64_t sms = call.plan->device.num_sms;
-    const Launch where{call.stream, true};
-    if (args.made_segments) KDA_RETURN_IF_ERROR(launch_whole(args, sms, where));
-    args.states_in = f.states_in;
-    return launch_chain(args, sms, where);
+    (args.made_segments ? args.made_states_in : args.states_in) = f.states_in;
+    return launch_chain(args, {call.stream, true});
   }
   return Status(StatusCode::kUnavailable, kNoSm90a);
 }

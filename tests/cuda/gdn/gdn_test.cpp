@@ -713,7 +713,10 @@ TEST_F(Gdn, SegmentsMadeOnTheDeviceHaveTheBitsOfHostLengths) {
   expect({.lengths = {0, 330, 70, 1}}, true, "cut");
   expect({.lengths = {0, 64, 30, 1}}, false, "whole");
   expect({.lengths = {135, 64}, .K = 96, .V = 72, .gates = Gates::kZero}, true, "K 96, V 72");
-  expect({.lengths = {200, 0}, .HV = 3, .V = 128, .gates = Gates::kTrained}, true, "wide", 2);
+  // Whatever the number of SMs makes of the width of blocks; with 12 and 24 either has a launch.
+  for (const int32_t sms : {2, 12, 24})
+    expect({.lengths = {200, 0}, .HV = 3, .V = 128, .gates = Gates::kTrained}, true, "wide", sms);
+  expect({.lengths = {40, 64}, .HV = 3, .V = 128}, false, "whole, wide", 12);
   expect({.lengths = {130}, .gates = Gates::kNeedle, .initial_state = false}, true, "no states");
 }
 

@@ -39,6 +39,9 @@ void expect_same_cut(const Plan& bounds, const Plan& plan, const Model& model) {
       plan.segmented ? plan.segment_offsets : std::vector<int64_t>(words(N + 1));
   ASSERT_LE(static_cast<int64_t>(plan.segments.size()), places);
   for (const Segment& x : plan.segments) wanted.insert(wanted.end(), {x.sequence, x.begin, x.end});
+  if (!plan.segmented)
+    for (int64_t n = 0; n < N; ++n)
+      wanted.insert(wanted.end(), {n, plan.cu_seqlens[words(n)], plan.cu_seqlens[words(n + 1)]});
   const int64_t end = plan.cu_seqlens.back();
   while (wanted.size() < got.size()) wanted.insert(wanted.end(), {N - 1, end, end});
   EXPECT_EQ(got, wanted);
