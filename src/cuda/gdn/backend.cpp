@@ -148,10 +148,10 @@ void plan_forward(plan::PlanBuilder& builder) {
   const auto tiles = static_cast<std::size_t>(chunks * p.num_value_heads);
   cut(builder);
   builder.set_v_splits(tiles_of(p.value_dim));
-  list_device_cut(builder);
   builder.stage("chunk_intra", chunks * p.num_heads,
                 "factors of one chunk and all value heads of a q/k head a task");
   builder.kernel("chunk_intra", "gdn_intra_sm90");
+  list_device_cut(builder);
   if (plan.segmented || plan.device_cut.on) {
     list_segments(builder);
     book_cut(builder);

@@ -37,7 +37,6 @@ __global__ void __launch_bounds__(sequence_cut::kThreads)
     gdn_cut_kernel(const __grid_constant__ CutArgs<Model> a) {
   __shared__ sequence_cut::Shared shared;
   ptx::griddepcontrol_launch_dependents();
-  ptx::griddepcontrol_wait();
   sequence_cut::Cutter cutter(a, shared);
   cutter.sum();
   cutter.choose();
@@ -49,6 +48,7 @@ __global__ void __launch_bounds__(sequence_cut::kThreads)
     a.out.segments[i] = i >= spans  ? TokenRange{N - 1, end, end}
                         : count > 0 ? cutter.segment(i).tokens
                                     : TokenRange{i, a.map.cu_seqlens[i], a.map.cu_seqlens[i + 1]};
+  ptx::griddepcontrol_wait();
 }
 
 template <class Model>

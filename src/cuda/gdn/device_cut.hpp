@@ -38,7 +38,8 @@ struct CutArgs {
 /// The kernel counts tokens in 32 bits.
 inline constexpr int64_t kMostCutTokens = int64_t{1} << 30;
 
-/// One block.
+/// One block, behind gdn_intra with IntraArgs::early: it waits for that launch at its end alone, so
+/// that what waits for the cut has the factors too.
 Status launch_cut(const CutArgs<CutModel>& args, const Launch& launch);
 Status launch_cut(const CutArgs<BackwardModel>& args, const Launch& launch);
 

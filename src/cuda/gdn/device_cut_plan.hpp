@@ -70,7 +70,7 @@ void cut_on_device(plan::PlanBuilder& builder, const Model& model, std::size_t s
                      ", at most ", behind, " segments behind first ones"));
 }
 
-/// The stage of that kernel, and its memory.
+/// The stage of that kernel, which runs beside the end of gdn_intra, and its memory.
 inline void list_device_cut(plan::PlanBuilder& builder) {
   if (!builder.plan().device_cut.on) return;
   builder.stage("segment_cut", 1, "segments by lengths on the device");

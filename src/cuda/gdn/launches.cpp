@@ -34,17 +34,30 @@ HeadGates<IntraArgs> intra_args(const stage::Call& call, const SequenceMaps& map
   return with_head_gates(call.problem, args);
 }
 
+CutMaps cut_maps_of(const stage::Call& call) {
+  const Plan& plan = *call.plan;
+  if (!plan.device_cut.on) return {};
+  auto* words = static_cast<int64_t*>(plan::find_block(plan, call.workspace, block::kDeviceCut));
+  const int64_t N = plan.problem.num_sequences;
+  return cut_maps(words, N, N + plan.device_cut.most_behind);
+}
+
+Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
+                 SequenceMaps* maps) {
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, segments, prepared, maps));
+  const CutMaps made = cut_maps_of(call);
+  if (made.places == 0) return {};
+  maps->segment_offsets = made.segment_offsets;
+  maps->map.segments = made.segments;
+  maps->map.num_segments = made.places;
+  return {};
+}
+
 namespace {
 
 int32_t* forgotten_of(const stage::Call& call) {
   return static_cast<int32_t*>(
       static_cast<void*>(plan::find_block(*call.plan, call.workspace, block::kGdnForgotten)));
-}
-
-Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
-                 SequenceMaps* maps) {
-  return gdn::make_maps(call, model_from_bounds(call.problem, call.plan->device), segments,
-                        prepared, maps);
 }
 
 HeadGates<ChainArgs> chain_args(const stage::Call& call, const SequenceMaps& maps) {
@@ -81,7 +94,9 @@ Status segment_scan(const stage::SegmentScan& scan) {
     const stage::Call& call = scan.call;
     SequenceMaps maps;
     KDA_RETURN_IF_ERROR(make_maps(call, scan.segments, false, &maps));
-    KDA_RETURN_IF_ERROR(launch_intra(intra_args(call, maps), launch_after(call, maps)));
+    KDA_RETURN_IF_ERROR(launch_factors(call, maps, intra_args(call, maps),
+                                       model_from_bounds(call.problem, call.plan->device),
+                                       launch_after(call, maps)));
     HeadGates<ChainArgs> args = chain_args(call, maps);
     args.M = scan.M;
     args.B = scan.B;

@@ -102,10 +102,10 @@ void list(plan::PlanBuilder& builder, int64_t chunks, bool tokens) {
   const int64_t HV = p.num_value_heads,
                 sequences = is_cut(plan) ? places_of(plan) : p.num_sequences,
                 chains = sequences * HV * tiles_of(p.value_dim);
-  list_device_cut(builder);
   builder.stage("chunk_intra", chunks * p.num_heads,
                 "factors of one chunk and all value heads of a q/k head a task");
   builder.kernel("chunk_intra", "gdn_intra_sm90, backward");
+  list_device_cut(builder);
   const char* stage = tokens ? "chunk_delta_h" : "chunk_reverse";
   if (plan.device_cut.on)
     builder.kernel(stage, "gdn_backward_chains_sm90", "whole sequences, where nothing is cut");

@@ -174,10 +174,21 @@ BackwardArgs parameter_args(const Parts& parts) {
   return args;
 }
 
+/// Behind the factors of the first group the cut is made, for all of them.
+Status run_factors(const Parts& parts, const Launch& first) {
+  const stage::Call& call = parts.b.call;
+  const BackwardIntraArgs args = backward_intra_args(parts);
+  if (parts.heads.first_head > 0) return launch_intra(args, first);
+  const Plan& plan = *call.plan;
+  return launch_factors(call, parts.maps, args,
+                        backward_model_from_bounds(plan.problem, plan.device, booked_groups(plan)),
+                        first);
+}
+
 /// The launches of a group, in order.
 Status run_group(const Parts& parts, const Launch& first) {
   const Launch early{first.stream, true};
-  KDA_RETURN_IF_ERROR(launch_intra(backward_intra_args(parts), first));
+  KDA_RETURN_IF_ERROR(run_factors(parts, first));
   KDA_RETURN_IF_ERROR(run_chains(parts, early));
   if (!parts.tokens) return {};
   KDA_RETURN_IF_ERROR(
@@ -192,9 +203,7 @@ Status backward(const stage::Backward& b) {
     const stage::Call& call = b.call;
     const HeadGroups groups = booked_groups(*call.plan);
     SequenceMaps maps;
-    KDA_RETURN_IF_ERROR(
-        make_maps(call, backward_model_from_bounds(call.problem, call.plan->device, groups),
-                  call.plan->segments, false, &maps));
+    KDA_RETURN_IF_ERROR(make_maps(call, call.plan->segments, false, &maps));
     BackwardArgs all;
     set_gradient_views(b, maps, &all);
     Launch first = launch_after(call, maps);
