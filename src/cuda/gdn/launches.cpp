@@ -119,7 +119,7 @@ Status segment_merge(const stage::SegmentMerge& merge) {
       return cuda::launch_merge(args, /*hopper=*/false, {call.stream});
     // After segment_scan of the same call the workspace says what is forgotten.
     if (merge.prepared) args.forgotten = forgotten_of(call);
-    return launch_merge(args, {call.stream, true});
+    return launch_merge(args, call.plan->device.num_sms, {call.stream, true});
   }
   return Status(StatusCode::kUnavailable, kNoSm90a);
 }

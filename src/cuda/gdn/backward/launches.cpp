@@ -127,8 +127,9 @@ Status merge(const Parts& parts, const Launch& where) {
       merge_args(parts, parts.given.initial, parts.B, parts.states, parts.forgets_before);
   const MergeArgs gradients =
       merge_args(parts, parts.given.d_final, parts.D, parts.d_states, parts.forgets_behind);
-  if (merges_on_hopper(parts.b.call.plan->device, p.key_dim))
-    return launch_both_merges(parts.tokens ? &states : nullptr, gradients, where);
+  const DeviceFacts& device = parts.b.call.plan->device;
+  if (merges_on_hopper(device, p.key_dim))
+    return launch_both_merges(parts.tokens ? &states : nullptr, gradients, device.num_sms, where);
   if (parts.tokens)
     KDA_RETURN_IF_ERROR(cuda::launch_merge(states, /*hopper=*/false, {where.stream}));
   return launch_reverse_merge(gradients, {where.stream});
