@@ -79,48 +79,51 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
 /// By the plan, or as a kernel likes.
 bool is_cut(const Plan& plan) { return plan.segmented || plan.device_cut.on; }
 
-void list_segments(plan::PlanBuilder& builder, bool tokens) {
+/// `each`: how texts of stages begin.
+void list_segments(plan::PlanBuilder& builder, const std::string& each, bool tokens) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
   const int64_t HV = p.num_value_heads, states = p.num_sequences * HV;
   const bool hopper = merges_on_hopper(plan.device, p.key_dim);
   builder.stage("segment_scan", places_of(plan) * HV,
-                "B, M and D of segments, of what is not forgotten");
+                each + "B, M and D of segments, of what is not forgotten");
   builder.kernel("segment_scan", "gdn_backward_scan_sm90", "both directions at once");
   if (tokens) {
-    builder.stage("segment_merge", states, "states before segments, in order");
+    builder.stage("segment_merge", states, each + "states before segments, in order");
     builder.kernel("segment_merge",
                    hopper ? "gdn_both_merges_sm90" : merge_kernel(plan.device, p.key_dim));
   }
-  builder.stage("reverse_merge", states, "dS behind segments, right to left");
+  builder.stage("reverse_merge", states, each + "dS behind segments, right to left");
   builder.kernel("reverse_merge", hopper ? "gdn_both_merges_sm90" : "reverse_merge");
 }
 
-void list(plan::PlanBuilder& builder, int64_t chunks, bool tokens) {
+void list(plan::PlanBuilder& builder, const HeadGroups& groups, int64_t chunks, bool tokens) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
   const int64_t HV = p.num_value_heads,
                 sequences = is_cut(plan) ? places_of(plan) : p.num_sequences,
                 chains = sequences * HV * tiles_of(p.value_dim);
+  const std::string each = groups.count > 1 ? "of each group: " : "";
   builder.stage("chunk_intra", chunks * p.num_heads,
-                "factors of one chunk and all value heads of a q/k head a task");
+                each + "factors of one chunk and all value heads of a q/k head a task");
   builder.kernel("chunk_intra", "gdn_intra_sm90, backward");
   list_device_cut(builder);
   const char* stage = tokens ? "chunk_delta_h" : "chunk_reverse";
   if (plan.device_cut.on)
     builder.kernel(stage, "gdn_backward_chains_sm90", "whole sequences, where nothing is cut");
-  if (is_cut(plan)) list_segments(builder, tokens);
-  if (tokens) builder.stage("chunk_delta_h", chains, "states before chunks and their errors");
-  builder.stage("chunk_reverse", chains, "dS behind chunks, dv, right to left");
+  if (is_cut(plan)) list_segments(builder, each, tokens);
+  if (tokens)
+    builder.stage("chunk_delta_h", chains, each + "states before chunks and their errors");
+  builder.stage("chunk_reverse", chains, each + "dS behind chunks, dv, right to left");
   builder.kernel(stage, "gdn_backward_chains_sm90");
   if (!tokens) return;
   builder.kernel("chunk_reverse", "gdn_backward_chains_sm90", "both directions at once");
   builder.stage("chunk_grad", chunks * HV,
-                "dq, dk, dg, dbeta of a chunk, with norms, gates, steps");
+                each + "dq, dk, dg, dbeta of a chunk, with norms, gates, steps");
   builder.kernel("chunk_grad", "gdn_chunk_grad_sm90");
   const Gradients& wanted = *builder.gradients();
   if (!wanted.dA_log && !wanted.ddt_bias) return;
-  builder.stage("backward_parameters", HV, "sums for A_log and dt_bias, in order");
+  builder.stage("backward_parameters", HV, each + "sums for A_log and dt_bias, in order");
   builder.kernel("backward_parameters", "backward_parameters");
 }
 
@@ -164,7 +167,10 @@ std::string defer(const registry::Request& request) {
   const double own = request.cu_seqlens.empty() && !has_room_for_cut(request)
                          ? whole_backward_us(cost_input(work, request.device), groups)
                          : backward_to_beat_us(work, request.device, groups);
-  const double other = staged::backward_to_beat_us(work, request.device);
+  Plan of_staged;
+  of_staged.problem = p;
+  const double other = staged::backward_to_beat_us(
+      work, request.device, staged::groups_within(of_staged, staged::kGroupBytes));
   if (own <= other) return {};
   return cat("predicted: ", std::llround(own), " us where heads forget nothing",
              request.cu_seqlens.empty() ? ", of one sequence" : "", "; cuda.sm80.staged ",
@@ -198,7 +204,7 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   const bool tokens = staged::wants_tokens(*builder.gradients());
   cut(builder, groups);
   staged::explain_groups(builder, groups);
-  list(builder, chunks, tokens);
+  list(builder, groups, chunks, tokens);
   book_maps(builder);
   book_segments(builder, groups);
   predict(builder, groups);
