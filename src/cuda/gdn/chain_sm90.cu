@@ -85,14 +85,18 @@ struct Kernel {
     ring.init_barriers(kCopiers + 1, kChainThreads, kForward ? kStorers : 0);
   }
 
-  /// Whether a kernel that cuts has left this block something to do at its place.
-  __device__ bool is_there() {
+  /// Whether a kernel that cuts has left this block something to do. Asked first: to find a place
+  /// takes loads one after the other, and blocks that have none come in many rounds.
+  __device__ bool has_place() {
     if (!a.made_segments) return true;
     const int64_t count = *a.made_segments;
-    if constexpr (!kForward) return c.unit < count;
-    made = count > 0;
-    const int64_t spans = made ? count : a.map.num_sequences;
-    return c.unit < spans && is_wide(spans, a.shape.HV, a.shape.V, a.num_sms) == (kGroups == 2);
+    made = kForward && count > 0;
+    const int64_t spans = kForward && count == 0 ? a.map.num_sequences : count;
+    if (kForward && is_wide(spans, a.shape.HV, a.shape.V, a.num_sms) != (kGroups == 2))
+      return false;
+    const auto blocks_of = [](int columns) { return (columns + kColumns - 1) / kColumns; };
+    return blockIdx.x <
+           spans * a.shape.HV * (blocks_of(a.shape.V) + (kForward ? 0 : blocks_of(a.shape.K)));
   }
 
   // ---- what a head forgets ---------------------------------------------------------------------
@@ -346,7 +350,7 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads,
   ptx::griddepcontrol_wait();
   chain::write_flags<kUse>(a);
   K kernel(a, *reinterpret_cast<typename K::Shared*>(ptx::dynamic_shared()));
-  if (!kernel.c.template find_place<K::kColumns>(kernel.warp) || !kernel.is_there()) return;
+  if (!kernel.has_place() || !kernel.c.template find_place<K::kColumns>(kernel.warp)) return;
   if constexpr (kUse == ChainUse::kScan)
     if (a.may_forget) kernel.skip_what_is_forgotten();
   if (threadIdx.x == 0) kernel.init_barriers();
