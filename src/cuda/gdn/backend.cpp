@@ -113,7 +113,7 @@ void list_segments(plan::PlanBuilder& builder) {
   const Problem& p = plan.problem;
   if (plan.device_cut.on) {
     const int64_t places = places_of(plan) * p.num_value_heads;
-    builder.stage("segment_scan", 2 * places,
+    builder.stage("segment_scan", 2 * plan.device_cut.most_behind * p.num_value_heads,
                   "at most: B and M of every segment but the last of its sequence");
     builder.stage("segment_merge", p.num_sequences * p.num_value_heads, "start states, in order");
     builder.stage("forward", places * plan.num_v_splits,

@@ -64,6 +64,10 @@ struct Kernel {
     BeforeFirst<T, kGroups, kForward> before_first;
   };
   static constexpr int kColumns = kGroups * kVTile;
+  KDA_HOST_DEVICE static constexpr int64_t blocks_of_span(const Shape& shape) {
+    const auto of = [](int columns) { return (columns + kColumns - 1) / kColumns; };
+    return shape.HV * (of(shape.V) + (kForward ? 0 : of(shape.K)));
+  }
   static constexpr int kChainThreads = 128 * kGroups;  // the first ones
   static constexpr int kCopiers = 64, kStorers = 64;   // the next ones
   static constexpr int kThreads = kChainThreads + kCopiers + kStorers;
@@ -90,13 +94,20 @@ struct Kernel {
   __device__ bool has_place() {
     if (!a.made_segments) return true;
     const int64_t count = *a.made_segments;
-    made = kForward && count > 0;
-    const int64_t spans = kForward && count == 0 ? a.map.num_sequences : count;
-    if (kForward && is_wide(spans, a.shape.HV, a.shape.V, a.num_sms) != (kGroups == 2))
-      return false;
-    const auto blocks_of = [](int columns) { return (columns + kColumns - 1) / kColumns; };
-    return blockIdx.x <
-           spans * a.shape.HV * (blocks_of(a.shape.V) + (kForward ? 0 : blocks_of(a.shape.K)));
+    if constexpr (kForward) {
+      made = count > 0;
+      const int64_t spans = made ? count : a.map.num_sequences;
+      return is_wide(spans, a.shape.HV, a.shape.V, a.num_sms) == (kGroups == 2) &&
+             blockIdx.x < spans * blocks_of_span(a.shape);
+    }
+    return blockIdx.x < (count - a.map.num_sequences) * blocks_of_span(a.shape);
+  }
+  /// Its place among the blocks of all spans.
+  __device__ unsigned place() const {
+    if (kForward || !a.made_segments) return blockIdx.x;
+    const auto blocks = static_cast<unsigned>(blocks_of_span(a.shape));
+    return static_cast<unsigned>(a.made_followed[blockIdx.x / blocks]) * blocks +
+           blockIdx.x % blocks;
   }
 
   // ---- what a head forgets ---------------------------------------------------------------------
@@ -350,7 +361,9 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads,
   ptx::griddepcontrol_wait();
   chain::write_flags<kUse>(a);
   K kernel(a, *reinterpret_cast<typename K::Shared*>(ptx::dynamic_shared()));
-  if (!kernel.has_place() || !kernel.c.template find_place<K::kColumns>(kernel.warp)) return;
+  if (!kernel.has_place() ||
+      !kernel.c.template find_place<K::kColumns>(kernel.warp, kernel.place()))
+    return;
   if constexpr (kUse == ChainUse::kScan)
     if (a.may_forget) kernel.skip_what_is_forgotten();
   if (threadIdx.x == 0) kernel.init_barriers();
@@ -376,10 +389,12 @@ Status launch(const HeadGates<ChainArgs>& args, const Launch& where,
   using K = Kernel<T, kK, kGroups, kUse>;
   static_assert(K::kBlocksPerSm * (sizeof(typename K::Shared) + 1024) <=
                 sm90::kSharedMemory + 1024);
+  int64_t spans = args.map.segments ? args.map.num_segments : args.map.num_sequences;
+  if (!K::kForward && args.made_segments) spans -= args.map.num_sequences;
   return launch_kernel(K::kForward ? "gdn_chain_sm90" : "gdn_scan_sm90",
                        gdn_chain_kernel<T, kK, kGroups, kUse>,
-                       std::min(most_blocks, chain::blocks_of<kUse, K::kColumns>(args)),
-                       K::kThreads, sizeof(typename K::Shared), where, args);
+                       std::min(most_blocks, spans * K::blocks_of_span(args.shape)), K::kThreads,
+                       sizeof(typename K::Shared), where, args);
 }
 
 template <class T, int kK>

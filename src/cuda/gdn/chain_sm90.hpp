@@ -25,7 +25,8 @@ struct ChainArgs : cuda::ChainArgs {
   /// How many segments a kernel of the call has made (device_cut.hpp); null: the plan has made all
   /// of them. Places of segments hold whole sequences where it is 0.
   const int64_t* made_segments = nullptr;
-  const float* made_states_in = nullptr;  ///< in place of states_in, of segments that are made
+  const int64_t* made_followed = nullptr;  ///< those that have one behind them, which a scan has
+  const float* made_states_in = nullptr;   ///< in place of states_in, of segments that are made
   int64_t num_sms = 0;
 };
 

@@ -19,11 +19,15 @@ struct CutMaps {
   int64_t* segment_offsets = nullptr;  ///< [N + 1] before each sequence; all 0 where nothing is cut
   TokenRange* segments = nullptr;  ///< [places] those that there are, or sequences where nothing
                                    ///< is cut; then empty ones
+  int64_t* followed = nullptr;     ///< [places - N] the segments that have one behind them, as many
+                                   ///< as there are
 };
 /// Words of 64 bits that they take.
-constexpr int64_t cut_maps_words(int64_t N, int64_t places) { return N + 1 + 3 * places; }
+constexpr int64_t cut_maps_words(int64_t N, int64_t places) {
+  return N + 1 + 3 * places + (places - N);
+}
 inline CutMaps cut_maps(int64_t* words, int64_t N, int64_t places) {
-  return {places, words, reinterpret_cast<TokenRange*>(words + N + 1)};
+  return {places, words, reinterpret_cast<TokenRange*>(words + N + 1), words + N + 1 + 3 * places};
 }
 
 /// Model: CutModel of a forward, BackwardModel.

@@ -69,7 +69,10 @@ HeadGates<ChainArgs> chain_args(const stage::Call& call, const SequenceMaps& map
   args.made = factors_of(call);
   set_outputs(call, maps, &args);
   args.num_sms = call.plan->device.num_sms;
-  if (call.plan->device_cut.on) args.made_segments = maps.segment_offsets + p.num_sequences;
+  if (call.plan->device_cut.on) {
+    args.made_segments = maps.segment_offsets + p.num_sequences;
+    args.made_followed = cut_maps_of(call).followed;
+  }
   return with_head_gates(p, args);
 }
 

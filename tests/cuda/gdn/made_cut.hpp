@@ -14,8 +14,8 @@
 
 namespace kda::test::gdn {
 
-/// Expects the kernel to make the cut of `plan`: offsets of segments, then segments. `bounds`: a
-/// plan without its lengths.
+/// Expects the kernel to make the cut of `plan`: offsets of segments, then segments, then those
+/// that have one behind them. `bounds`: a plan without its lengths.
 template <class Model>
 void expect_same_cut(const Plan& bounds, const Plan& plan, const Model& model) {
   const int64_t N = plan.problem.num_sequences, places = N + bounds.device_cut.most_behind;
@@ -43,7 +43,11 @@ void expect_same_cut(const Plan& bounds, const Plan& plan, const Model& model) {
     for (int64_t n = 0; n < N; ++n)
       wanted.insert(wanted.end(), {n, plan.cu_seqlens[words(n)], plan.cu_seqlens[words(n + 1)]});
   const int64_t end = plan.cu_seqlens.back();
-  while (wanted.size() < got.size()) wanted.insert(wanted.end(), {N - 1, end, end});
+  while (wanted.size() < words(N + 1 + 3 * places)) wanted.insert(wanted.end(), {N - 1, end, end});
+  for (std::size_t i = 0; i + 1 < plan.segments.size(); ++i)
+    if (plan.segments[i].sequence == plan.segments[i + 1].sequence)
+      wanted.push_back(static_cast<int64_t>(i));
+  wanted.resize(got.size(), -1);  // as it was
   EXPECT_EQ(got, wanted);
 }
 
