@@ -14,13 +14,19 @@
 
 namespace kda::cuda::gdn {
 
-/// Segments behind first ones that the kernel may make.
+/// Segments behind first ones that the kernel may make: `segments` of each sequence at most.
+inline int64_t most_behind_of(const Problem& p, int64_t segments) {
+  return std::min(p.num_sequences * (segments - 1), p.num_tokens / kChunk);
+}
+/// By predicted times.
+template <class Model>
+int64_t most_behind_of(const Problem& p, const Model& model) {
+  return std::min(model.most_behind, most_behind_of(p, plan::kAutoMaxSegments));
+}
 template <class Model>
 int64_t most_behind_of(const Plan& plan, const Model& model) {
-  const Problem& p = plan.problem;
   const int64_t fixed = staged::fixed_segments(plan);
-  return fixed > 0 ? std::min(p.num_sequences * (fixed - 1), p.num_tokens / kChunk)
-                   : model.most_behind;
+  return fixed > 0 ? most_behind_of(plan.problem, fixed) : most_behind_of(plan.problem, model);
 }
 
 /// Segments, or places for those that the kernel may make.

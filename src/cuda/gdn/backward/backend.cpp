@@ -146,7 +146,7 @@ void book_segments(plan::PlanBuilder& builder, const HeadGroups& groups) {
 bool has_room_for_cut(const registry::Request& request) {
   const Problem& p = request.problem;
   const HeadGroups groups = backward_groups(p);
-  const int64_t behind = backward_model_from_bounds(p, request.device, groups).most_behind;
+  const int64_t behind = most_behind_of(p, backward_model_from_bounds(p, request.device, groups));
   return static_cast<std::size_t>(p.num_sequences + behind) * segment_bytes(p, groups) <=
          static_cast<std::size_t>(request.options.most_cut_bytes);
 }
