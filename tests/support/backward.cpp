@@ -7,6 +7,8 @@
 
 #include "check/tolerances.hpp"
 #include "core/layout.hpp"
+#include "plan/ledger.hpp"
+#include "plan/planner.hpp"
 #include "support/gpu.hpp"
 
 namespace kda::test {
@@ -77,6 +79,47 @@ Status BackwardCall::run(check::GradientBuffers* buffers) {
 void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,
                   const BackwardRun& run) {
   throw_if_error(BackwardCall(inputs, buffers->gradients, run).run(buffers));
+}
+
+check::GradientBuffers run_planned_by(const registry::Head& head,
+                                      void (*plan_backward)(plan::PlanBuilder&),
+                                      const check::Inputs& inputs, check::GradientBuffers buffers,
+                                      std::string* text, const BackwardRun& run) {
+  BackwardCall call(inputs, buffers.gradients, run);
+  registry::Head other = head;
+  other.plan = plan_backward;
+  const registry::Head* const heads[] = {&other};
+  const Plan whole = call.plan.plan;
+  const std::span<const int64_t> lengths = whole.problem.cu_seqlens
+                                               ? std::span<const int64_t>(whole.cu_seqlens)
+                                               : std::span<const int64_t>();
+  throw_if_error(plan::plan_with(heads, whole.problem, run.from_bounds ? nullptr : &lengths,
+                                 whole.device, whole.requested, &call.plan.plan,
+                                 &buffers.gradients));
+  *text = call.plan.to_text(true);
+  call.workspace = io::Buffer(call.plan.plan.workspace_bytes);
+  call.workspace.fill(0xff);
+  throw_if_error(call.run(&buffers));
+  return buffers;
+}
+
+void expect_clamped(const check::Inputs& inputs, const check::GradientBuffers& buffers,
+                    const std::vector<int64_t>& wrong, BackwardRun run) {
+  check::GradientBuffers host = buffers, device = buffers;
+  BackwardCall on_host(inputs, buffers.gradients, run);
+  throw_if_error(on_host.run(&host));
+  check::Inputs given = inputs;
+  given.cu_seqlens = wrong;
+  run.from_bounds = true;
+  BackwardCall on_device(given, buffers.gradients, run);
+  const Plan& plan = on_device.plan.plan;
+  ASSERT_EQ(plan.implementation, on_host.plan.plan.implementation);
+  ASSERT_TRUE(plan.device_cut.on && on_host.plan.plan.segmented);
+  throw_if_error(on_device.run(&device));
+  EXPECT_EQ(*static_cast<const int32_t*>(
+                plan::find_block(plan, on_device.workspace.data(), "device_flags")),
+            kBadSequences);
+  EXPECT_TRUE(same_gradients(host, device));
 }
 
 void scale_by(io::Buffer* tensor, DType type, const std::function<double(int64_t)>& factor) {

@@ -6,8 +6,10 @@
 
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "check/backward.hpp"
+#include "registry/rows.hpp"
 #include "support/harness.hpp"
 
 namespace kda::test {
@@ -58,6 +60,18 @@ struct BackwardCall {
 /// Fills the outputs of `buffers`; the workspace is filled with NaN first. Throws kda::Error.
 void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,
                   const BackwardRun& run = {});
+
+/// Gradients on a plan that `plan_backward` makes in place of the function of `head`, whose text is
+/// wanted.
+check::GradientBuffers run_planned_by(const registry::Head& head,
+                                      void (*plan_backward)(plan::PlanBuilder&),
+                                      const check::Inputs& inputs, check::GradientBuffers buffers,
+                                      std::string* text, const BackwardRun& run = {});
+
+/// On the device alone a backward has offsets `wrong`, which are to be clamped to those of `inputs`
+/// before they are cut, and flagged.
+void expect_clamped(const check::Inputs& inputs, const check::GradientBuffers& buffers,
+                    const std::vector<int64_t>& wrong, BackwardRun run);
 
 /// Multiplies element i of a tensor of `type` by factor(i).
 void scale_by(io::Buffer* tensor, DType type, const std::function<double(int64_t)>& factor);

@@ -22,6 +22,12 @@ struct CostSizes {
 
 using Cut = plan::Cut<int64_t>;
 
+/// q/k heads, with their value heads, in groups of `heads`; the last group may have fewer.
+struct HeadGroups {
+  int64_t heads = 1;
+  int64_t count = 1;
+};
+
 /// Stage segment_merge: S' = M S + B, step by step, a block `columns` columns of V.
 struct MergeCosts {
   double step_us;  ///< of each round of blocks

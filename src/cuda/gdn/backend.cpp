@@ -8,6 +8,7 @@
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
 #include "cuda/fused/cost.hpp"
+#include "cuda/gdn/chain_sm90.hpp"
 #include "cuda/gdn/cost.hpp"
 #include "cuda/gdn/device_cut_plan.hpp"
 #include "cuda/gdn/factors.hpp"
@@ -86,7 +87,8 @@ void cut_on_device(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
   const auto bytes =
-      static_cast<std::size_t>(p.key_dim * (p.key_dim + 2 * p.value_dim)) * sizeof(float);
+      static_cast<std::size_t>(p.num_value_heads * p.key_dim * (p.key_dim + 2 * p.value_dim)) *
+      sizeof(float);
   gdn::cut_on_device(builder, model_from_bounds(p, plan.device), bytes);
   if (plan.early_exit) builder.reason(kDropsM);
 }
@@ -111,7 +113,7 @@ void list_segments(plan::PlanBuilder& builder) {
   const Problem& p = plan.problem;
   if (plan.device_cut.on) {
     const int64_t places = places_of(plan) * p.num_value_heads;
-    builder.stage("segment_scan", 2 * places,
+    builder.stage("segment_scan", 2 * plan.device_cut.most_behind * p.num_value_heads,
                   "at most: B and M of every segment but the last of its sequence");
     builder.stage("segment_merge", p.num_sequences * p.num_value_heads, "start states, in order");
     builder.stage("forward", places * plan.num_v_splits,
@@ -123,8 +125,9 @@ void list_segments(plan::PlanBuilder& builder) {
   builder.kernel("segment_merge", merges_on_hopper(plan.device, p.key_dim)
                                       ? "gdn_merge_sm90"
                                       : merge_kernel(plan.device, p.key_dim));
-  if (plan.device_cut.on)
-    builder.kernel("forward", "gdn_chain_sm90", "whole sequences, where nothing is cut");
+  if (plan.device_cut.on && has_both_widths(p.num_sequences, places_of(plan), p.num_value_heads,
+                                            p.value_dim, plan.device.num_sms))
+    builder.kernel("forward", "gdn_chain_sm90", "64 columns a block, where SMs are enough for it");
 }
 
 void book_cut(plan::PlanBuilder& builder) {
@@ -145,10 +148,10 @@ void plan_forward(plan::PlanBuilder& builder) {
   const auto tiles = static_cast<std::size_t>(chunks * p.num_value_heads);
   cut(builder);
   builder.set_v_splits(tiles_of(p.value_dim));
-  list_device_cut(builder);
   builder.stage("chunk_intra", chunks * p.num_heads,
                 "factors of one chunk and all value heads of a q/k head a task");
   builder.kernel("chunk_intra", "gdn_intra_sm90");
+  list_device_cut(builder);
   if (plan.segmented || plan.device_cut.on) {
     list_segments(builder);
     book_cut(builder);

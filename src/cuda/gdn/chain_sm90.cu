@@ -11,6 +11,9 @@
 // identity with v = 0. Two such blocks share an SM.
 #include "cuda/gdn/chain_sm90.hpp"
 
+#include <algorithm>
+
+#include "core/return_if_error.hpp"
 #include "cuda/chain/outputs_sm90.cuh"
 #include "cuda/chain/products_sm90.cuh"
 #include "cuda/chain/ring_sm90.cuh"
@@ -61,6 +64,10 @@ struct Kernel {
     BeforeFirst<T, kGroups, kForward> before_first;
   };
   static constexpr int kColumns = kGroups * kVTile;
+  KDA_HOST_DEVICE static constexpr int64_t blocks_of_span(const Shape& shape) {
+    const auto of = [](int columns) { return (columns + kColumns - 1) / kColumns; };
+    return shape.HV * (of(shape.V) + (kForward ? 0 : of(shape.K)));
+  }
   static constexpr int kChainThreads = 128 * kGroups;  // the first ones
   static constexpr int kCopiers = 64, kStorers = 64;   // the next ones
   static constexpr int kThreads = kChainThreads + kCopiers + kStorers;
@@ -70,6 +77,7 @@ struct Kernel {
   Shared& ring;
   const int warp;
   bool forgotten = false;  // M of this segment and head is bounded away
+  bool made = false;       // the span is a segment that a kernel has made
 
   __device__ Kernel(const HeadGates<ChainArgs>& args, Shared& shared)
       : a(args),
@@ -81,11 +89,25 @@ struct Kernel {
     ring.init_barriers(kCopiers + 1, kChainThreads, kForward ? kStorers : 0);
   }
 
-  /// Whether a kernel that cuts has left this block something to do at its place.
-  __device__ bool is_there() const {
+  /// Whether a kernel that cuts has left this block something to do. Asked first: to find a place
+  /// takes loads one after the other, and blocks that have none come in many rounds.
+  __device__ bool has_place() {
     if (!a.made_segments) return true;
     const int64_t count = *a.made_segments;
-    return a.map.segments ? c.unit < count : count == 0;
+    if constexpr (kForward) {
+      made = count > 0;
+      const int64_t spans = made ? count : a.map.num_sequences;
+      return is_wide(spans, a.shape.HV, a.shape.V, a.num_sms) == (kGroups == 2) &&
+             blockIdx.x < spans * blocks_of_span(a.shape);
+    }
+    return blockIdx.x < (count - a.map.num_sequences) * blocks_of_span(a.shape);
+  }
+  /// Its place among the blocks of all spans.
+  __device__ unsigned place() const {
+    if (kForward || !a.made_segments) return blockIdx.x;
+    const auto blocks = static_cast<unsigned>(blocks_of_span(a.shape));
+    return static_cast<unsigned>(a.made_followed[blockIdx.x / blocks]) * blocks +
+           blockIdx.x % blocks;
   }
 
   // ---- what a head forgets ---------------------------------------------------------------------
@@ -302,12 +324,16 @@ struct Kernel {
   }
 
   __device__ void load_start() {
-    c.load_start();
-    if (!forgotten) return;
+    if (!made) c.load_start();
+    if (!forgotten && !made) return;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) c.state[n][i] = 0;
+    if (!made) return;
+    const int64_t matrix = c.unit * a.shape.HV + c.head;
+    c.for_each_state(a.made_states_in + matrix * a.shape.K * a.shape.V, a.shape.V, 1,
+                     [](float& x, const float& from) { x = from; });
   }
 
   __device__ void run_chain() {
@@ -335,7 +361,9 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads,
   ptx::griddepcontrol_wait();
   chain::write_flags<kUse>(a);
   K kernel(a, *reinterpret_cast<typename K::Shared*>(ptx::dynamic_shared()));
-  if (!kernel.c.template find_place<K::kColumns>(kernel.warp) || !kernel.is_there()) return;
+  if (!kernel.has_place() ||
+      !kernel.c.template find_place<K::kColumns>(kernel.warp, kernel.place()))
+    return;
   if constexpr (kUse == ChainUse::kScan)
     if (a.may_forget) kernel.skip_what_is_forgotten();
   if (threadIdx.x == 0) kernel.init_barriers();
@@ -356,29 +384,35 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads,
 }
 
 template <class T, int kK, int kGroups, ChainUse kUse>
-Status launch(const HeadGates<ChainArgs>& args, const Launch& where) {
+Status launch(const HeadGates<ChainArgs>& args, const Launch& where,
+              int64_t most_blocks = INT64_MAX) {
   using K = Kernel<T, kK, kGroups, kUse>;
   static_assert(K::kBlocksPerSm * (sizeof(typename K::Shared) + 1024) <=
                 sm90::kSharedMemory + 1024);
+  int64_t spans = args.map.segments ? args.map.num_segments : args.map.num_sequences;
+  if (!K::kForward && args.made_segments) spans -= args.map.num_sequences;
   return launch_kernel(K::kForward ? "gdn_chain_sm90" : "gdn_scan_sm90",
                        gdn_chain_kernel<T, kK, kGroups, kUse>,
-                       chain::blocks_of<kUse, K::kColumns>(args), K::kThreads,
+                       std::min(most_blocks, spans * K::blocks_of_span(args.shape)), K::kThreads,
                        sizeof(typename K::Shared), where, args);
 }
 
 template <class T, int kK>
-Status launch_width(const HeadGates<ChainArgs>& args, int64_t num_sms, const Launch& where) {
-  // Two warpgroups on an SM share all operands but v: worth it where one for each is too many.
+Status launch_width(const HeadGates<ChainArgs>& args, const Launch& where) {
   constexpr ChainUse kUse = ChainUse::kForward;
-  const bool wide = args.shape.V % 128 == 0 && chain::blocks_of<kUse, 64>(args) > num_sms;
-  return wide ? launch<T, kK, 2, kUse>(args, where) : launch<T, kK, 1, kUse>(args, where);
+  const int64_t N = args.map.num_sequences, HV = args.shape.HV, V = args.shape.V;
+  const int64_t spans = args.map.segments ? args.map.num_segments : N;
+  if (args.made_segments && has_both_widths(N, spans, HV, V, args.num_sms))
+    KDA_RETURN_IF_ERROR((launch<T, kK, 1, kUse>(args, where, args.num_sms)));
+  return is_wide(spans, HV, V, args.num_sms) ? launch<T, kK, 2, kUse>(args, where)
+                                             : launch<T, kK, 1, kUse>(args, where);
 }
 
 }  // namespace
 
-Status launch_chain(const HeadGates<ChainArgs>& args, int64_t num_sms, const Launch& where) {
-  return args.shape.K <= 64 ? launch_width<__nv_bfloat16, 64>(args, num_sms, where)
-                            : launch_width<__nv_bfloat16, 128>(args, num_sms, where);
+Status launch_chain(const HeadGates<ChainArgs>& args, const Launch& where) {
+  return args.shape.K <= 64 ? launch_width<__nv_bfloat16, 64>(args, where)
+                            : launch_width<__nv_bfloat16, 128>(args, where);
 }
 
 Status launch_scan(const HeadGates<ChainArgs>& args, const Launch& where) {

@@ -37,15 +37,26 @@ __global__ void __launch_bounds__(sequence_cut::kThreads)
     gdn_cut_kernel(const __grid_constant__ CutArgs<Model> a) {
   __shared__ sequence_cut::Shared shared;
   ptx::griddepcontrol_launch_dependents();
-  ptx::griddepcontrol_wait();
   sequence_cut::Cutter cutter(a, shared);
   cutter.sum();
   cutter.choose();
   cutter.make_offsets();
   const int64_t N = cutter.N, count = a.out.segment_offsets[N], end = a.map.cu_seqlens[N];
+  const int64_t spans = count > 0 ? count : N;
 #pragma unroll 1
-  for (int64_t i = cutter.t; i < a.out.places; i += sequence_cut::kThreads)
-    a.out.segments[i] = i < count ? cutter.segment(i).tokens : TokenRange{N - 1, end, end};
+  for (int64_t i = cutter.t; i < a.out.places; i += sequence_cut::kThreads) {
+    TokenRange& made = a.out.segments[i];
+    if (i >= spans) {
+      made = {N - 1, end, end};
+    } else if (count == 0) {
+      made = {i, a.map.cu_seqlens[i], a.map.cu_seqlens[i + 1]};
+    } else {
+      made = cutter.segment(i).tokens;
+      const int64_t n = made.sequence;
+      if (i + 1 < a.out.segment_offsets[n + 1]) a.out.followed[i - n] = i;
+    }
+  }
+  ptx::griddepcontrol_wait();
 }
 
 template <class Model>

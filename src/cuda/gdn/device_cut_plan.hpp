@@ -14,13 +14,19 @@
 
 namespace kda::cuda::gdn {
 
-/// Segments behind first ones that the kernel may make.
+/// Segments behind first ones that the kernel may make: `segments` of each sequence at most.
+inline int64_t most_behind_of(const Problem& p, int64_t segments) {
+  return std::min(p.num_sequences * (segments - 1), p.num_tokens / kChunk);
+}
+/// By predicted times.
+template <class Model>
+int64_t most_behind_of(const Problem& p, const Model& model) {
+  return std::min(model.most_behind, most_behind_of(p, plan::kAutoMaxSegments));
+}
 template <class Model>
 int64_t most_behind_of(const Plan& plan, const Model& model) {
-  const Problem& p = plan.problem;
   const int64_t fixed = staged::fixed_segments(plan);
-  return fixed > 0 ? std::min(p.num_sequences * (fixed - 1), p.num_tokens / kChunk)
-                   : model.most_behind;
+  return fixed > 0 ? most_behind_of(plan.problem, fixed) : most_behind_of(plan.problem, model);
 }
 
 /// Segments, or places for those that the kernel may make.
@@ -30,7 +36,8 @@ inline int64_t places_of(const Plan& plan) {
 }
 
 /// Why the kernel does not cut; empty: it cuts where that is predicted to gain. By bounds alone, so
-/// that lengths never change what is launched. `segment_bytes`: of a segment and value head.
+/// that lengths never change what is launched. `segment_bytes`: of a segment, of all heads or of a
+/// group of them.
 template <class Model>
 std::string decline_device_cut(const Plan& plan, const Model& model, std::size_t segment_bytes) {
   const Problem& p = plan.problem;
@@ -45,7 +52,7 @@ std::string decline_device_cut(const Plan& plan, const Model& model, std::size_t
   if (fixed == 0 && !may_cut(model, p.num_tokens, p.num_sequences))
     return cat("auto: no table of ", p.num_tokens, " tokens gains by a cut");
   const int64_t places = p.num_sequences + most_behind_of(plan, model);
-  const std::size_t bytes = static_cast<std::size_t>(places * p.num_value_heads) * segment_bytes;
+  const std::size_t bytes = static_cast<std::size_t>(places) * segment_bytes;
   const auto most = static_cast<std::size_t>(plan.requested.most_cut_bytes);
   if (bytes > most)
     return cat("a cut on the device takes ", bytes, " bytes, more than most_cut_bytes = ", most);
@@ -69,7 +76,7 @@ void cut_on_device(plan::PlanBuilder& builder, const Model& model, std::size_t s
                      ", at most ", behind, " segments behind first ones"));
 }
 
-/// The stage of that kernel, and its memory.
+/// The stage of that kernel, which runs beside the end of gdn_intra, and its memory.
 inline void list_device_cut(plan::PlanBuilder& builder) {
   if (!builder.plan().device_cut.on) return;
   builder.stage("segment_cut", 1, "segments by lengths on the device");

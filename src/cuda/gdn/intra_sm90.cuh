@@ -435,6 +435,7 @@ __device__ void run(const C& c) {
 template <class T, int kK, class Args>
 __global__ void __launch_bounds__(kThreads, 4) gdn_intra_kernel(const __grid_constant__ Args a) {
   ptx::griddepcontrol_wait();
+  if (a.early) ptx::griddepcontrol_launch_dependents();
   const ChunkTokens chunk = chunk_tokens(a.map, a.q_heads.quotient(blockIdx.x));
   if (chunk.count == 0) return;
   run(Context<T, kK, Args>{a, *reinterpret_cast<Shared<T, kK>*>(ptx::dynamic_shared()), chunk,

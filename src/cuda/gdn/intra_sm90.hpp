@@ -16,6 +16,9 @@ namespace kda::cuda::gdn {
 struct IntraArgs : ChunkIntraArgs {
   Divisor q_heads;  ///< H
   Factors made;
+  /// The next launch may begin with the last blocks of this one; what was launched before this one
+  /// is done then.
+  bool early = false;
 };
 
 /// And numbers for a backward, whose tiles of q and k have 128 columns whatever K is.

@@ -34,17 +34,30 @@ HeadGates<IntraArgs> intra_args(const stage::Call& call, const SequenceMaps& map
   return with_head_gates(call.problem, args);
 }
 
+CutMaps cut_maps_of(const stage::Call& call) {
+  const Plan& plan = *call.plan;
+  if (!plan.device_cut.on) return {};
+  auto* words = static_cast<int64_t*>(plan::find_block(plan, call.workspace, block::kDeviceCut));
+  const int64_t N = plan.problem.num_sequences;
+  return cut_maps(words, N, N + plan.device_cut.most_behind);
+}
+
+Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
+                 SequenceMaps* maps) {
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, segments, prepared, maps));
+  const CutMaps made = cut_maps_of(call);
+  if (made.places == 0) return {};
+  maps->segment_offsets = made.segment_offsets;
+  maps->map.segments = made.segments;
+  maps->map.num_segments = made.places;
+  return {};
+}
+
 namespace {
 
 int32_t* forgotten_of(const stage::Call& call) {
   return static_cast<int32_t*>(
       static_cast<void*>(plan::find_block(*call.plan, call.workspace, block::kGdnForgotten)));
-}
-
-Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
-                 SequenceMaps* maps) {
-  return gdn::make_maps(call, model_from_bounds(call.problem, call.plan->device), segments,
-                        prepared, maps);
 }
 
 HeadGates<ChainArgs> chain_args(const stage::Call& call, const SequenceMaps& maps) {
@@ -55,14 +68,12 @@ HeadGates<ChainArgs> chain_args(const stage::Call& call, const SequenceMaps& map
   args.v = row_view(p.v, call.tensors.v);
   args.made = factors_of(call);
   set_outputs(call, maps, &args);
-  if (call.plan->device_cut.on) args.made_segments = maps.segment_offsets + p.num_sequences;
+  args.num_sms = call.plan->device.num_sms;
+  if (call.plan->device_cut.on) {
+    args.made_segments = maps.segment_offsets + p.num_sequences;
+    args.made_followed = cut_maps_of(call).followed;
+  }
   return with_head_gates(p, args);
-}
-
-/// Where a kernel may have cut nothing: whole sequences.
-Status launch_whole(HeadGates<ChainArgs> args, int64_t num_sms, const Launch& where) {
-  args.map.segments = nullptr, args.map.num_segments = 0;
-  return launch_chain(args, num_sms, where);
 }
 
 }  // namespace
@@ -75,11 +86,8 @@ Status forward(const stage::Forward& f) {
     if (!f.prepared)
       KDA_RETURN_IF_ERROR(launch_intra(intra_args(call, maps), launch_after(call, maps)));
     HeadGates<ChainArgs> args = chain_args(call, maps);
-    const int64_t sms = call.plan->device.num_sms;
-    const Launch where{call.stream, true};
-    if (args.made_segments) KDA_RETURN_IF_ERROR(launch_whole(args, sms, where));
-    args.states_in = f.states_in;
-    return launch_chain(args, sms, where);
+    (args.made_segments ? args.made_states_in : args.states_in) = f.states_in;
+    return launch_chain(args, {call.stream, true});
   }
   return Status(StatusCode::kUnavailable, kNoSm90a);
 }
@@ -89,7 +97,9 @@ Status segment_scan(const stage::SegmentScan& scan) {
     const stage::Call& call = scan.call;
     SequenceMaps maps;
     KDA_RETURN_IF_ERROR(make_maps(call, scan.segments, false, &maps));
-    KDA_RETURN_IF_ERROR(launch_intra(intra_args(call, maps), launch_after(call, maps)));
+    KDA_RETURN_IF_ERROR(launch_factors(call, maps, intra_args(call, maps),
+                                       model_from_bounds(call.problem, call.plan->device),
+                                       launch_after(call, maps)));
     HeadGates<ChainArgs> args = chain_args(call, maps);
     args.M = scan.M;
     args.B = scan.B;
@@ -112,7 +122,7 @@ Status segment_merge(const stage::SegmentMerge& merge) {
       return cuda::launch_merge(args, /*hopper=*/false, {call.stream});
     // After segment_scan of the same call the workspace says what is forgotten.
     if (merge.prepared) args.forgotten = forgotten_of(call);
-    return launch_merge(args, {call.stream, true});
+    return launch_merge(args, call.plan->device.num_sms, {call.stream, true});
   }
   return Status(StatusCode::kUnavailable, kNoSm90a);
 }

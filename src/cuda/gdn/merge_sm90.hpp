@@ -10,11 +10,11 @@ struct MergeArgs : sm90::BegunMergeArgs {
   const int32_t* forgotten = nullptr;  ///< [spans, HV]: 1 where M is 0; null: nothing is known
 };
 
-Status launch_merge(const MergeArgs& args, const Launch& launch);
+Status launch_merge(const MergeArgs& args, int64_t num_sms, const Launch& launch);
 
 /// Merges of a backward: states before segments, unless null, and dS behind them, in one launch.
 /// `gradients` is what launch_reverse_merge() takes (staged/backward/reverse_merge.hpp).
-Status launch_both_merges(const MergeArgs* states, const MergeArgs& gradients,
+Status launch_both_merges(const MergeArgs* states, const MergeArgs& gradients, int64_t num_sms,
                           const Launch& launch);
 
 }  // namespace kda::cuda::gdn

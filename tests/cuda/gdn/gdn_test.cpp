@@ -713,7 +713,10 @@ TEST_F(Gdn, SegmentsMadeOnTheDeviceHaveTheBitsOfHostLengths) {
   expect({.lengths = {0, 330, 70, 1}}, true, "cut");
   expect({.lengths = {0, 64, 30, 1}}, false, "whole");
   expect({.lengths = {135, 64}, .K = 96, .V = 72, .gates = Gates::kZero}, true, "K 96, V 72");
-  expect({.lengths = {200, 0}, .HV = 3, .V = 128, .gates = Gates::kTrained}, true, "wide", 2);
+  // Whatever the number of SMs makes of the width of blocks; with 12 and 24 either has a launch.
+  for (const int32_t sms : {2, 12, 24})
+    expect({.lengths = {200, 0}, .HV = 3, .V = 128, .gates = Gates::kTrained}, true, "wide", sms);
+  expect({.lengths = {40, 64}, .HV = 3, .V = 128}, false, "whole, wide", 12);
   expect({.lengths = {130}, .gates = Gates::kNeedle, .initial_state = false}, true, "no states");
 }
 
@@ -731,6 +734,41 @@ TEST_F(Gdn, CutsThatGainOnTheDeviceHaveTheBitsOfHostLengths) {
   expect({16384}, Gates::kTrained, true);
   expect({9000, 0, 3000, 4384}, Gates::kZero, true);
   expect({4096, 4096, 4096, 4096}, Gates::kTrained, false);
+}
+
+/// The word of bad metadata, after a run.
+int32_t flags_of(const test::OnDevice& call) {
+  io::Buffer bytes(call.workspace.size());
+  call.workspace.download(bytes.data(), bytes.size());
+  return *static_cast<const int32_t*>(
+      static_cast<void*>(plan::find_block(call.plan, bytes.data(), cuda::block::kDeviceFlags)));
+}
+
+/// Offsets that go back or leave the tokens are clamped before they are cut, and flagged as in a
+/// call without a cut.
+TEST_F(Gdn, OffsetsThatGoBackAreClampedAndFlagged) {
+  constexpr int64_t kFar = int64_t{1} << 40;
+  const std::vector<int64_t> given[] = {{0, 170, 20, kFar}, {-kFar, -1, 140, 3}};
+  const std::vector<int64_t> clamped[] = {{0, 170, 170, 200}, {0, 0, 140, 140}};
+  for (int i = 0; i < 2; ++i) {
+    Inputs inputs = test::gdn::inputs_of({.lengths = {clamped[i].back(), 0, 0}});
+    for (const test::RunOptions& options : {on_gdn(), in_segments(3)}) {
+      inputs.cu_seqlens = clamped[i];
+      const test::Result host = test::run_inputs(inputs, options);
+      test::RunOptions from_bounds = options;
+      from_bounds.from_bounds = true;
+      for (const bool wrong : {false, true}) {
+        if (wrong) inputs.cu_seqlens = given[i];
+        test::OnDevice call(inputs, from_bounds);
+        EXPECT_EQ(call.plan.device_cut.on, host.plan.segmented);
+        throw_if_error(call.run());
+        call.read();
+        EXPECT_EQ(flags_of(call), wrong ? kBadSequences : 0) << i;
+        EXPECT_TRUE(test::same_bits(host.outputs.o, call.outputs.o)) << i;
+        EXPECT_TRUE(test::same_bits(host.outputs.final_state, call.outputs.final_state)) << i;
+      }
+    }
+  }
 }
 
 #ifdef KDA_WITH_CUDA
@@ -776,8 +814,9 @@ Plan plan_of(const test::Table& table, bool from_bounds) {
 #ifdef KDA_WITH_SM90A
 
 TEST_F(Gdn, AKernelFindsThePlannersCut) {
-  test::gdn::expect_the_planners_cuts(31, test::num_tables(test::emulated() ? 200 : 5000), plan_of,
-                                      cuda::gdn::model_from_bounds);
+  test::gdn::expect_the_planners_cuts(
+      31, test::num_tables(test::emulated() ? 200 : 5000), plan_of,
+      [](const Plan& plan) { return cuda::gdn::model_from_bounds(plan.problem, plan.device); });
 }
 
 #endif
@@ -785,7 +824,7 @@ TEST_F(Gdn, AKernelFindsThePlannersCut) {
 // ---- states
 
 /// States in slots of a pool of this type and layout; sequence 1 has none to begin with, sequence 2
-/// is masked.
+/// is masked. Slots below first_slot are none.
 struct Pool {
   static constexpr int64_t kSlots = 6;
   Inputs inputs;
@@ -809,15 +848,19 @@ struct Pool {
     for (int64_t i = 0; i < kSlots * shape[1] * shape[2] * shape[3]; ++i)
       store_double(pool.data(), type, i, 0.01 * static_cast<double>(i % 61 - 30));
   }
-  void run(PlanOptions options) {
+  void run(PlanOptions options, bool from_bounds = false) {
     const int32_t from[] = {4, -1, 0, 2}, to[] = {4, 0, 5, -1}, marks[] = {3, 1, 5};
     const uint8_t mask[] = {1, 1, 0, 1};
     Plan plan;
-    throw_if_error(make_plan(inputs.problem, inputs.cu_seqlens, test::device_of(options.backend),
-                             options, &plan));
+    const DeviceFacts facts = test::device_of(options.backend);
+    throw_if_error(from_bounds
+                       ? make_plan_from_bounds(inputs.problem, facts, options, &plan)
+                       : make_plan(inputs.problem, inputs.cu_seqlens, facts, options, &plan));
+    EXPECT_EQ(plan.device_cut.on, from_bounds);
     io::Buffer workspace(plan.workspace_bytes);
     workspace.fill(0xff);
     Tensors t = inputs.tensors();
+    if (from_bounds) t.cu_seqlens = inputs.cu_seqlens.data();
     outputs.attach(&t);
     t.initial_state = t.final_state = pool.data();
     t.initial_state_indices = from;
@@ -853,6 +896,31 @@ TEST_F(Gdn, PoolsMasksAndCheckpoints) {
         EXPECT_LE(close(mine.outputs.checkpoints, truth.outputs.checkpoints, type), 3e-3);
       }
     }
+}
+
+/// A cut that a kernel makes leaves the slots of one that the host makes, bit for bit, and those
+/// that are none alone. The oracle has these slots too.
+TEST_F(Gdn, PoolsOfACutMadeOnTheDevice) {
+  for (const int64_t first_slot : {0, 3}) {
+    Pool host(DType::kFloat32, StateLayout::kVK);
+    host.inputs.problem.first_slot = first_slot;
+    host.outputs.checkpoints.fill(0);
+    const Pool before = host;
+    Pool device = before, truth = before;
+    host.run(in_segments(3).plan);
+    device.run(in_segments(3).plan, /*from_bounds=*/true);
+    truth.run(test::with_backend("oracle"));
+    EXPECT_TRUE(test::same_bits(host.outputs.o, device.outputs.o)) << first_slot;
+    EXPECT_TRUE(test::same_bits(host.pool, device.pool)) << first_slot;
+    EXPECT_TRUE(test::same_bits(host.outputs.checkpoints, device.outputs.checkpoints));
+    const std::size_t slot = device.pool.size() / Pool::kSlots;
+    for (std::size_t i = 0; i < Pool::kSlots; ++i) {
+      const auto changed = [&](const Pool& pool) {
+        return std::memcmp(pool.pool.data() + i * slot, before.pool.data() + i * slot, slot) != 0;
+      };
+      EXPECT_EQ(changed(device), changed(truth)) << first_slot << ", slot " << i;
+    }
+  }
 }
 
 TEST_F(Gdn, SequencesWithoutTokensKeepTheirStates) {
@@ -948,6 +1016,10 @@ TEST(GdnPlan, CutsNothingFromBoundsAndSaysWhy) {
   expect("batch_invariant: not cut", [](Problem& p, PlanOptions&) { p.batch_invariant = true; });
   table.heads = 16, table.group = 8;
   expect("no table of 65536 tokens gains by a cut", [](Problem&, PlanOptions&) {});
+}
+
+TEST(GdnPlan, RefusesCutsFromBoundsThatGainLittle) {
+  test::gdn::expect_refusals_to_cost_little(41, cuda::gdn::model_from_bounds);
 }
 
 /// Why the backend does not serve, once it is named.

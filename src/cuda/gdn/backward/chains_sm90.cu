@@ -328,11 +328,10 @@ struct Reverse {
 
 // ---- the kernels -------------------------------------------------------------------------------
 
-/// Whether a kernel that cuts has left a chain something to do at its place.
+/// Whether a chain has a place that a kernel has cut, or that it has not.
 template <class C>
 __device__ bool is_there(const C& c, const int64_t* made_segments) {
-  if (!made_segments) return true;
-  return c.a.map.segments ? c.unit < *made_segments : *made_segments == 0;
+  return !made_segments || !c.a.map.segments || c.unit < *made_segments;
 }
 
 template <class Direction>
@@ -348,6 +347,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     gdn_backward_chains_kernel(const __grid_constant__ KernelArgs a) {
   ptx::griddepcontrol_wait();
   if constexpr (!kScan) chain::write_flags<ChainUse::kErrors>(a.errors);
+  // A kernel has cut, or it has not; before places are looked up, which takes several loads.
+  if (a.made_segments && (*a.made_segments > 0) != (a.errors.map.segments != nullptr)) return;
   if (blockIdx.x < a.reverse_blocks)
     run<Reverse<kScan>>(a);
   else

@@ -29,37 +29,42 @@ inline constexpr BackwardCosts kBackwardCosts = {
     .merge = {.step_us = 1.9, .columns = 8, .blocks_per_sm = 1, .fixed_us = 8},
     .minimum_step = 0.98};
 
-inline BackwardModel backward_model(const CostSizes& sizes) {
+inline BackwardModel backward_model(const CostSizes& sizes, const HeadGroups& groups) {
+  const int64_t of_each = sizes.num_value_heads / sizes.num_heads;
   return {.sizes = sizes,
           .costs = kBackwardCosts,
           .least_bytes = cuda::backward::kLeastBytes,
           .most_loss = kCosts.most_loss,
           .memory_tokens = kCosts.memory_tokens,
-          .most_behind = kMostBehindAnSm * sizes.num_sms / sizes.num_value_heads};
+          .groups = groups,
+          .most_behind = kMostBehindAnSm * sizes.num_sms / (groups.heads * of_each)};
 }
 /// The model where lengths are not known.
-inline BackwardModel backward_model_from_bounds(const Problem& p, const DeviceFacts& device) {
-  return backward_model(cost_sizes(p, device));
+inline BackwardModel backward_model_from_bounds(const Problem& p, const DeviceFacts& device,
+                                                const HeadGroups& groups) {
+  return backward_model(cost_sizes(p, device), groups);
 }
 
-inline double whole_backward_us(const CostInput& in) {
-  return whole_backward_us(backward_model(in), padded(in));
+inline double whole_backward_us(const CostInput& in, const HeadGroups& groups) {
+  return whole_backward_us(backward_model(in, groups), padded(in));
 }
 
 /// SegmentPolicy::kAuto, as auto_partition() of the forward has it.
 inline plan::Partition auto_backward_partition(const plan::Workload& work,
-                                               const DeviceFacts& device, CostEstimate* cost) {
+                                               const DeviceFacts& device, const HeadGroups& groups,
+                                               CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
-  return cheapest_cut(work, in, backward_model(in), cost);
+  return cheapest_cut(work, in, backward_model(in, groups), cost);
 }
 
 /// Another backend has to beat it: the time of that cut where no head forgets, or without one.
-inline double backward_to_beat_us(const plan::Workload& work, const DeviceFacts& device) {
+inline double backward_to_beat_us(const plan::Workload& work, const DeviceFacts& device,
+                                  const HeadGroups& groups) {
   CostEstimate cost;
-  const plan::Partition partition = auto_backward_partition(work, device, &cost);
+  const plan::Partition partition = auto_backward_partition(work, device, groups, &cost);
   if (!partition.on) return cost.serial_us;
   const CostInput in = cost_input(work, device);
-  return unforgetting_backward_us(backward_model(in), padded(in),
+  return unforgetting_backward_us(backward_model(in, groups), padded(in),
                                   even_cut(in, partition.segment_chunks * plan::kAutoChunk));
 }
 

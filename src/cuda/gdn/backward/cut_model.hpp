@@ -28,6 +28,7 @@ struct BackwardModel {
   double least_bytes;     ///< a token and value head
   double most_loss;       ///< as in Costs
   int64_t memory_tokens;  ///< likewise
+  HeadGroups groups;      ///< one after the other
   int64_t most_behind;    ///< segments behind first ones that a cut may have
 };
 
@@ -80,17 +81,36 @@ KDA_HOST_DEVICE inline double around_chains_us(const BackwardModel& m, const Pad
   return in.padded_tokens / static_cast<double>(in.num_sms) * ns * 1e-3 + 3 * c.fixed_us;
 }
 
-KDA_HOST_DEVICE inline double whole_backward_us(const BackwardModel& m, const PaddedSizes& in) {
-  return plan::larger(
-      least_us(m, in),
-      around_chains_us(m, in) + both_chains_us(m, in, in.sums.with_tokens, longest_of(in)));
+/// The sum over groups of heads of group_us(sizes with the heads of one), as if each were a problem
+/// of its own.
+template <class GroupUs>
+KDA_HOST_DEVICE inline double over_groups(const BackwardModel& m, const PaddedSizes& in,
+                                          const GroupUs& group_us) {
+  const int64_t of_each = in.num_value_heads / in.num_heads;
+  PaddedSizes group = in;
+  double all = 0, one = 0;
+  for (int64_t first = 0; first < in.num_heads; first += m.groups.heads) {
+    const int64_t heads = plan::smaller(m.groups.heads, in.num_heads - first);
+    if (first == 0 || heads != group.num_heads) {  // else as in the group before
+      group.num_heads = heads, group.num_value_heads = heads * of_each;
+      one = group_us(group);
+    }
+    all += one;
+  }
+  return all;
 }
 
-/// In segments, of which a scan goes through `scanned` tokens at most. `exact`: with all
+KDA_HOST_DEVICE inline double whole_backward_us(const BackwardModel& m, const PaddedSizes& in) {
+  return plan::larger(least_us(m, in), over_groups(m, in, [&](const PaddedSizes& group) {
+                        return around_chains_us(m, group) +
+                               both_chains_us(m, group, group.sums.with_tokens, longest_of(group));
+                      }));
+}
+
+/// A group in segments, of which a scan goes through `scanned` tokens at most. `exact`: with all
 /// transitions.
-KDA_HOST_DEVICE inline double segmented_backward_us(const BackwardModel& m, const PaddedSizes& in,
-                                                    const EvenCut& how, int64_t scanned,
-                                                    bool exact) {
+KDA_HOST_DEVICE inline double segmented_group_us(const BackwardModel& m, const PaddedSizes& in,
+                                                 const EvenCut& how, int64_t scanned, bool exact) {
   const Cut& cut = how.cut;
   const int64_t segment_tokens = how.segment_tokens;
   const auto heads = static_cast<double>(cut.behind * in.num_value_heads);
@@ -102,6 +122,15 @@ KDA_HOST_DEVICE inline double segmented_backward_us(const BackwardModel& m, cons
   return around_chains_us(m, in) + chains_us(m, in, {V, V, K}, tokens, tokens) + m.costs.fixed_us +
          merge_us(both, m.costs.merge, cut.most - 1) +
          both_chains_us(m, in, cut.segments, segment_tokens);
+}
+
+/// All groups in segments.
+KDA_HOST_DEVICE inline double segmented_backward_us(const BackwardModel& m, const PaddedSizes& in,
+                                                    const EvenCut& how, int64_t scanned,
+                                                    bool exact) {
+  return over_groups(m, in, [&](const PaddedSizes& group) {
+    return segmented_group_us(m, group, how, scanned, exact);
+  });
 }
 
 /// The time where no head forgets.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm90.gdn: factors of all chunks, both chains, gradients of all chunks, sums
 // for parameters. docs/design/gdn_backward.md has the bytes that each launch reads and writes.
-// Segments have a scan and a merge between the first two, each of both directions.
+// Segments have a scan and a merge between the first two, each of both directions. Groups of heads
+// have all launches one after the other, but for the one that cuts.
 #include "cuda/gdn/backward/launches.hpp"
 
 #include "core/text.hpp"
@@ -9,6 +10,7 @@
 #include "cuda/gdn/backward/chains_sm90.hpp"
 #include "cuda/gdn/backward/cost.hpp"
 #include "cuda/gdn/backward/grad_sm90.hpp"
+#include "cuda/gdn/backward/sizes.hpp"
 #include "cuda/gdn/device_cut_plan.hpp"
 #include "cuda/gdn/intra_sm90.hpp"
 #include "cuda/gdn/launches.hpp"
@@ -19,18 +21,19 @@
 #include "cuda/recurrent/backward/gradients.hpp"
 #include "cuda/segments/kernels.hpp"
 #include "cuda/segments/launches.hpp"
+#include "cuda/staged/backward/heads.hpp"
 #include "cuda/staged/backward/reverse_merge.hpp"
-#include "cuda/staged/backward/sizes.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda::gdn {
 namespace {
 
-/// The workspace between the launches, and what all of them are given.
+/// The workspace between the launches of a group of heads, and what all of them are given.
 struct Parts {
   const stage::Backward& b;
-  SequenceMaps maps;
-  BackwardArgs given;
+  const SequenceMaps& maps;
+  staged::Heads heads;
+  BackwardArgs given;  ///< as if the group were all heads
   Factors made;
   BackwardNumbers* numbers = nullptr;
   void *h = nullptr, *errors = nullptr, *dh = nullptr, *dz = nullptr;
@@ -41,7 +44,9 @@ struct Parts {
   float *D = nullptr, *d_states = nullptr;              ///< dS behind segments
   int32_t *forgets_before = nullptr, *forgets_behind = nullptr;
 
-  explicit Parts(const stage::Backward& call) : b(call), made(factors_of(call.call)) {
+  Parts(const stage::Backward& call, const SequenceMaps& made_maps, const BackwardArgs& all,
+        const staged::Heads& group)
+      : b(call), maps(made_maps), heads(group), given(group.of(all)), made(factors_of(call.call)) {
     numbers = static_cast<BackwardNumbers*>(find(block::kGdnBackwardNumbers));
     h = find(block::kChunkStates), errors = find(block::kBackwardErrors);
     dh = find(block::kChunkDStates), dz = find(block::kBackwardDz);
@@ -54,8 +59,7 @@ struct Parts {
     if (!flags) return;
     forgets_before = flags;
     // Where nothing but final states has a gradient, all is left of it.
-    if (call.gradients.d_o)
-      forgets_behind = flags + places_of(*b.call.plan) * b.call.problem.num_value_heads;
+    if (call.gradients.d_o) forgets_behind = flags + places_of(*b.call.plan) * given.shape.HV;
   }
   bool cut_on_device() const { return b.call.plan->device_cut.on; }
   bool segmented() const { return b.call.plan->segmented || cut_on_device(); }
@@ -69,7 +73,9 @@ struct Parts {
 
 BackwardIntraArgs backward_intra_args(const Parts& parts) {
   BackwardIntraArgs args;
-  static_cast<HeadGates<IntraArgs>&>(args) = intra_args(parts.b.call, parts.maps);
+  static_cast<HeadGates<IntraArgs>&>(args) =
+      parts.heads.inputs_of(intra_args(parts.b.call, parts.maps));
+  args.q_heads = Divisor(args.shape.H);
   args.numbers = parts.numbers;
   return args;
 }
@@ -121,8 +127,9 @@ Status merge(const Parts& parts, const Launch& where) {
       merge_args(parts, parts.given.initial, parts.B, parts.states, parts.forgets_before);
   const MergeArgs gradients =
       merge_args(parts, parts.given.d_final, parts.D, parts.d_states, parts.forgets_behind);
-  if (merges_on_hopper(parts.b.call.plan->device, p.key_dim))
-    return launch_both_merges(parts.tokens ? &states : nullptr, gradients, where);
+  const DeviceFacts& device = parts.b.call.plan->device;
+  if (merges_on_hopper(device, p.key_dim))
+    return launch_both_merges(parts.tokens ? &states : nullptr, gradients, device.num_sms, where);
   if (parts.tokens)
     KDA_RETURN_IF_ERROR(cuda::launch_merge(states, /*hopper=*/false, {where.stream}));
   return launch_reverse_merge(gradients, {where.stream});
@@ -168,21 +175,46 @@ BackwardArgs parameter_args(const Parts& parts) {
   return args;
 }
 
+/// Behind the factors of the first group the cut is made, for all of them.
+Status run_factors(const Parts& parts, const Launch& first) {
+  const stage::Call& call = parts.b.call;
+  const BackwardIntraArgs args = backward_intra_args(parts);
+  if (parts.heads.first_head > 0) return launch_intra(args, first);
+  const Plan& plan = *call.plan;
+  return launch_factors(call, parts.maps, args,
+                        backward_model_from_bounds(plan.problem, plan.device, booked_groups(plan)),
+                        first);
+}
+
+/// The launches of a group, in order.
+Status run_group(const Parts& parts, const Launch& first) {
+  const Launch early{first.stream, true};
+  KDA_RETURN_IF_ERROR(run_factors(parts, first));
+  KDA_RETURN_IF_ERROR(run_chains(parts, early));
+  if (!parts.tokens) return {};
+  KDA_RETURN_IF_ERROR(
+      launch_chunk_grad(grad_args(parts), parts.b.call.plan->device.num_sms, early));
+  return parts.given.sums ? launch_parameters(parameter_args(parts), early) : Status{};
+}
+
 }  // namespace
 
 Status backward(const stage::Backward& b) {
   if constexpr (sm90::kBuilt) {
     const stage::Call& call = b.call;
-    const Launch early{call.stream, true};
-    Parts parts(b);
-    KDA_RETURN_IF_ERROR(make_maps(call, backward_model_from_bounds(call.problem, call.plan->device),
-                                  call.plan->segments, false, &parts.maps));
-    set_gradient_views(b, parts.maps, &parts.given);
-    KDA_RETURN_IF_ERROR(launch_intra(backward_intra_args(parts), launch_after(call, parts.maps)));
-    KDA_RETURN_IF_ERROR(run_chains(parts, early));
-    if (!parts.tokens) return {};
-    KDA_RETURN_IF_ERROR(launch_chunk_grad(grad_args(parts), call.plan->device.num_sms, early));
-    return parts.given.sums ? launch_parameters(parameter_args(parts), early) : Status{};
+    const HeadGroups groups = booked_groups(*call.plan);
+    SequenceMaps maps;
+    KDA_RETURN_IF_ERROR(make_maps(call, call.plan->segments, false, &maps));
+    BackwardArgs all;
+    set_gradient_views(b, maps, &all);
+    Launch first = launch_after(call, maps);
+    for (int64_t head = 0; head < all.shape.H; head += groups.heads) {
+      const staged::Heads heads = staged::heads_at(all.shape, head, groups.heads);
+      KDA_RETURN_IF_ERROR(run_group(Parts(b, maps, all, heads), first));
+      all.flags = nullptr;  // the first group has set them
+      first = {call.stream, true};
+    }
+    return {};
   }
   return Status(StatusCode::kUnavailable, kNoSm90a);
 }

@@ -3,64 +3,13 @@
 
 #include "cuda/launch/blocks.hpp"
 #include "cuda/staged/backward/cost.hpp"
+#include "cuda/staged/backward/heads.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/staged/launches.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda::staged {
 namespace {
-
-/// Some q/k heads with their value heads.
-struct Heads {
-  int64_t first_head, first_value_head;
-  Shape shape;
-
-  static RowView rows(RowView view, int64_t head) {
-    if (view.base)
-      view.base = static_cast<char*>(view.base) +
-                  head * view.stride_h * (view.type == Element::kFloat32 ? 4 : 2);
-    return view;
-  }
-  RowView qk(const RowView& view) const { return rows(view, first_head); }
-  RowView values(const RowView& view) const { return rows(view, first_value_head); }
-  StateView states(StateView view) const {
-    if (view.base)
-      view.base =
-          static_cast<char*>(view.base) + first_value_head * view.stride_head * (view.bf16 ? 2 : 4);
-    return view;
-  }
-  /// A tensor with one number or row a value head.
-  template <class T>
-  T* parameter(T* base, int64_t stride) const {
-    return base ? base + first_value_head * stride : nullptr;
-  }
-  GateView gate(GateView view) const {
-    view.A_log = parameter(view.A_log, view.stride_A);
-    view.dt_bias = parameter(view.dt_bias, view.stride_dt);
-    return view;
-  }
-
-  HeadGates<BackwardArgs> of(HeadGates<BackwardArgs> args) const {
-    args.shape = shape;
-    for (RowView* view : {&args.q, &args.k, &args.dq, &args.dk}) *view = qk(*view);
-    for (RowView* view : {&args.v, &args.g, &args.beta, &args.d_o, &args.dv, &args.dg, &args.dbeta})
-      *view = values(*view);
-    for (StateView* view : {&args.initial, &args.d_final, &args.d_initial}) *view = states(*view);
-    args.gate = gate(args.gate);
-    args.dA_log = parameter(args.dA_log, args.stride_dA);
-    args.ddt_bias = parameter(args.ddt_bias, args.stride_ddt);
-    return args;
-  }
-};
-
-Heads heads_at(const Shape& all, int64_t first, int64_t heads) {
-  const int64_t of_each = all.HV / all.H;
-  Heads group{first, first * of_each, all};
-  group.shape.H = std::min(heads, all.H - first);
-  group.shape.HV = group.shape.H * of_each;
-  group.shape.heads = Divisor(group.shape.HV);
-  return group;
-}
 
 /// `first_value_head`: of the group.
 Blocks blocks_of(const stage::Call& call, const BackwardArgs& args, int64_t first_value_head) {

@@ -178,6 +178,13 @@ int64_t kept_group_heads(const Plan& plan) {
   return groups_within(plan, kGroupBytes).heads * (p.num_value_heads / p.num_heads);
 }
 
+void explain_groups(plan::PlanBuilder& builder, const HeadGroups& groups) {
+  if (groups.count == 1) return builder.reason("heads: one group, the workspace holds all of them");
+  builder.reason(cat("heads: ", groups.count, " groups of ", groups.heads, " of ",
+                     builder.plan().problem.num_heads,
+                     " q/k heads, one after the other: the workspace holds one"));
+}
+
 void save_chunks(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const StageSizes bytes = head_bytes(plan).buffers;
@@ -196,12 +203,7 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   const int64_t HV = p.num_value_heads;
   const bool kept = keeps_chunks(plan);
   builder.set_intra_form(IntraForm::kTensor);
-  if (groups.count > 1) {
-    builder.reason(cat("heads: ", groups.count, " groups of ", groups.heads, " of ", p.num_heads,
-                       " q/k heads, one after the other: the workspace holds one"));
-  } else {
-    builder.reason("heads: one group, the workspace holds all of them");
-  }
+  explain_groups(builder, groups);
   list_backward(builder, kernels_of(plan, *builder.gradients()));
   const auto heads = static_cast<std::size_t>(groups.heads * (HV / p.num_heads));
   builder.book(block::kFactorsThenRows, heads, bytes.factors_then_rows());

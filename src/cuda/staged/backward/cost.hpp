@@ -122,14 +122,14 @@ inline plan::Partition auto_backward_partition(const plan::Workload& work,
   return plan::best_partition(work, search, &cost->segmented_us);
 }
 
-/// Another backend has to beat it: the time of all heads at once, cut where that gains.
-inline double backward_to_beat_us(const plan::Workload& work, const DeviceFacts& device) {
-  const HeadGroups one{work.num_heads, 1};
+/// Another backend has to beat it: the time in these groups, cut where that gains.
+inline double backward_to_beat_us(const plan::Workload& work, const DeviceFacts& device,
+                                  const HeadGroups& groups) {
   CostEstimate cost;
-  if (auto_backward_partition(work, device, one, /*phases=*/false, /*kept=*/false, &cost).on)
+  if (auto_backward_partition(work, device, groups, /*phases=*/false, /*kept=*/false, &cost).on)
     return cost.segmented_us;
   const CostInput in = cost_input(work, device);
-  return whole_us(backward_model(in, device, one, /*phases=*/false, /*kept=*/false), in);
+  return whole_us(backward_model(in, device, groups, /*phases=*/false, /*kept=*/false), in);
 }
 
 }  // namespace kda::cuda::staged

@@ -18,12 +18,6 @@ struct BackwardCosts {
   double minimum_step;  ///< of the time with fewer segments, for more of them
 };
 
-/// q/k heads, with their value heads, in groups of `heads`; the last group may have fewer.
-struct HeadGroups {
-  int64_t heads = 1;
-  int64_t count = 1;
-};
-
 /// The maps of segments, and launches that end before the next ones begin.
 inline constexpr double kSegmentsUs = 12;
 /// The part of the card's bandwidth that chains reach.

@@ -74,14 +74,10 @@ inline bool wants_tokens(const Gradients& g) {
   return g.dq || g.dk || g.dg || g.dbeta || g.dA_log || g.ddt_bias;
 }
 
-/// As few groups as `bytes` allow, of as even sizes as there are. Value heads of tiled q/k heads
-/// are no neighbours: they are one group. Chunks are counted by bounds, so that a plan from bounds
-/// has the groups of one from lengths.
-inline HeadGroups groups_within(const Plan& plan, double bytes) {
-  const Problem& p = plan.problem;
+/// As few groups as `bytes` allow, of as even sizes as there are, where a q/k head and its value
+/// heads take `head`. Value heads of tiled q/k heads are no neighbours: they are one group.
+inline HeadGroups groups_within(const Problem& p, double head, double bytes) {
   if (p.head_map == HeadMap::kTiled) return {p.num_heads, 1};
-  const double head = static_cast<double>(head_bytes(plan, bound_of_chunks(p)).all()) *
-                      static_cast<double>(p.num_value_heads) / static_cast<double>(p.num_heads);
   const auto fit = static_cast<int64_t>(
       std::clamp(bytes / std::max(head, 1.0), 1.0, static_cast<double>(p.num_heads)));
   HeadGroups groups;
@@ -89,6 +85,15 @@ inline HeadGroups groups_within(const Plan& plan, double bytes) {
   groups.heads = (p.num_heads + groups.count - 1) / groups.count;
   groups.count = (p.num_heads + groups.heads - 1) / groups.heads;
   return groups;
+}
+/// Chunks are counted by bounds, so that a plan from bounds has the groups of one from lengths.
+inline HeadGroups groups_within(const Plan& plan, double bytes) {
+  const Problem& p = plan.problem;
+  return groups_within(p,
+                       static_cast<double>(head_bytes(plan, bound_of_chunks(p)).all()) *
+                           static_cast<double>(p.num_value_heads) /
+                           static_cast<double>(p.num_heads),
+                       bytes);
 }
 
 /// Groups that the plan has booked blocks for.

@@ -12,8 +12,8 @@
 #include "cuda/staged/backward/device_cut.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "support/backward.hpp"
+#include "support/backward_graph.hpp"
 #include "support/gpu.hpp"
-#include "support/graph.hpp"
 #include "support/length_tables.hpp"
 
 namespace kda {
@@ -86,7 +86,7 @@ TEST(BackwardCut, AKernelFindsThePlannersCut) {
   int cut = 0;
   for (int i = 0; i < wanted; ++i) {
     const Table table = random_table(&random);
-    const cuda::staged::HeadGroups groups{1 + random.below(table.heads), 1};
+    const cuda::HeadGroups groups{1 + random.below(table.heads), 1};
     const Problem p = table.problem();
     const DeviceFacts facts = gpu_facts(table.sms, table.capability);
     const BackwardModel m = cuda::staged::backward_model(cuda::cost_sizes(p, facts), facts, groups,
@@ -393,16 +393,7 @@ TEST_F(BackwardCutOnDevice, OffsetsThatGoBackAreClamped) {
   for (int i = 0; i < (test::emulated() ? 1 : 2); ++i) {
     Inputs inputs = packed({clamped[i].back(), 0, 0}, 64, 64, Regime::kTrained);
     inputs.cu_seqlens = clamped[i];
-    GradientBuffers host = check::make_gradients(inputs, kBf16), device = host;
-    test::BackwardCall on_host(inputs, host.gradients, {.segments = 3});
-    throw_if_error(on_host.run(&host));
-    inputs.cu_seqlens = given[i];
-    test::BackwardCall on_device(inputs, device.gradients, {.from_bounds = true, .segments = 3});
-    ASSERT_TRUE(on_device.plan.plan.device_cut.on);
-    EXPECT_TRUE(on_host.plan.plan.segmented);
-    const Status status = on_device.run(&device);
-    EXPECT_TRUE(status.ok()) << status.message();
-    EXPECT_TRUE(test::same_gradients(host, device)) << i;
+    test::expect_clamped(inputs, check::make_gradients(inputs, kBf16), given[i], {.segments = 3});
   }
 }
 
@@ -449,43 +440,17 @@ TEST_F(BackwardCutOnDevice, CountsManySegments) {
 /// One graph, other lengths at each replay: nothing is chosen when it is captured.
 TEST_F(BackwardCutOnDevice, OneGraphServesManyTables) {
   constexpr int64_t kTokens = 160;
-  Inputs inputs = packed({kTokens, 0, 0}, 128, 128, Regime::kTrained);
-  test::BackwardRun run{.from_bounds = true, .segments = 3};
-  GradientBuffers device = check::make_gradients(inputs, kBf16);
-  const GradientBuffers fresh = device;
-  const test::BackwardCall call(inputs, device.gradients, run);
-  ASSERT_TRUE(call.plan.plan.device_cut.on);
-  const check::DeviceTensors tensors(call.plan.plan, call.tensors);
-  check::DeviceGradients gradients(call.plan, device.tensors());
-  check::DeviceBuffer workspace(call.plan.plan.workspace_bytes);
-  workspace.fill(0xff);
-  const test::Stream stream;
-  const test::Graph graph(stream, [&] {
-    EXPECT_TRUE(backward(call.plan, tensors.tensors(), gradients.tensors(), workspace.data(),
-                         workspace.size(), stream.stream)
-                    .ok());
-  });
+  const Inputs inputs = packed({kTokens, 0, 0}, 128, 128, Regime::kTrained);
   check::Random random(3);
-  run.from_bounds = false;
-  int cut = 0;
-  const int tables = test::emulated() ? 3 : 50;
-  for (int i = 0; i < tables; ++i) {
-    auto& ends = inputs.cu_seqlens;
+  std::vector<std::vector<int64_t>> tables;
+  for (int i = 0; i < (test::emulated() ? 3 : 50); ++i) {
+    std::vector<int64_t> ends = inputs.cu_seqlens;
     if (i > 0) ends[1] = random.below(kTokens + 1), ends[2] = random.below(kTokens + 1);
     if (i % 4 == 2) ends[1] = 50, ends[2] = 100;
     std::sort(ends.begin(), ends.end());
-    test::replace_lengths(tensors.tensors(), ends);
-    graph.launch(stream);
-    check::synchronize_device();
-    gradients.download();
-    GradientBuffers host = fresh;
-    test::BackwardCall on_host(inputs, host.gradients, run);
-    cut += on_host.plan.plan.segmented ? 1 : 0;
-    throw_if_error(on_host.run(&host));
-    ASSERT_TRUE(test::same_gradients(host, device)) << i;
+    tables.push_back(ends);
   }
-  EXPECT_GE(cut, 1);
-  EXPECT_LT(cut, tables);
+  test::expect_one_graph(inputs, check::make_gradients(inputs, kBf16), {.segments = 3}, tables);
 }
 
 #endif

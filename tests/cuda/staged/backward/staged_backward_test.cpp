@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <span>
 #include <tuple>
 #include <utility>
 
@@ -15,7 +14,6 @@
 #include "cuda/rows.hpp"
 #include "cuda/staged/backward/backend.hpp"
 #include "cuda/staged/backward/sizes.hpp"
-#include "plan/planner.hpp"
 #include "support/backward.hpp"
 #include "support/gpu.hpp"
 
@@ -428,25 +426,11 @@ TEST_F(StagedBackward, SegmentsOfStatesOfAnyKind) {
 }
 
 /// On a plan by `plan_groups`, whose text is wanted.
-GradientBuffers run_in_groups(const Inputs& inputs, GradientBuffers buffers,
+GradientBuffers run_in_groups(const Inputs& inputs, const GradientBuffers& buffers,
                               void (*plan_groups)(plan::PlanBuilder&), std::string* text,
                               const test::BackwardRun& run = {}) {
-  test::BackwardCall call(inputs, buffers.gradients, run);
-  registry::Head head = cuda::staged::kBackward.head;
-  head.plan = plan_groups;
-  const registry::Head* const heads[] = {&head};
-  const Plan whole = call.plan.plan;
-  const std::span<const int64_t> lengths = whole.problem.cu_seqlens
-                                               ? std::span<const int64_t>(whole.cu_seqlens)
-                                               : std::span<const int64_t>();
-  throw_if_error(plan::plan_with(heads, whole.problem, run.from_bounds ? nullptr : &lengths,
-                                 whole.device, whole.requested, &call.plan.plan,
-                                 &buffers.gradients));
-  *text = call.plan.to_text(true);
-  call.workspace = io::Buffer(call.plan.plan.workspace_bytes);
-  call.workspace.fill(0xff);
-  throw_if_error(call.run(&buffers));
-  return buffers;
+  return test::run_planned_by(cuda::staged::kBackward.head, plan_groups, inputs, buffers, text,
+                              run);
 }
 
 void one_head(plan::PlanBuilder& builder) { cuda::staged::plan_backward_within(builder, 1); }
