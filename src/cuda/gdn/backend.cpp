@@ -77,8 +77,8 @@ std::string defer(const registry::Request& request) {
   const double other = fused::predicted_us(work, request.device);
   if (own <= other) return {};
   return cat("predicted: ", std::llround(own),
-             " us where heads forget nothing, with the gain that segments must have; ",
-             "cuda.sm90.fused ", std::llround(other), " us");
+             " us, between heads that forget and heads that do not; cuda.sm90.fused ",
+             std::llround(other), " us");
 }
 
 constexpr const char* kDropsM = "M is dropped where the gates bound it by 2^-20";

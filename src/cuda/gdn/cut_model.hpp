@@ -24,7 +24,6 @@ struct Costs {
   int64_t memory_tokens;  ///< after which a head has forgotten a state, as a rule: nine in ten
                           ///< heads of trained layers with wide gates
   double most_loss;       ///< of the time without segments, where no head forgets
-  double cut_gain;        ///< by which segments must win over another backend
 };
 
 /// All that times depend on but lengths. Made on the host.
