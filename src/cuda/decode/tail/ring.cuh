@@ -3,8 +3,8 @@
 //
 // A thread has one channel of the rows, and one column of v_new and o; a warp has 32 columns of
 // S_0. A step in order, and why there:
-//   1. ask for the token and for keys and gates of all rows, 16 of them at a time, and ask the L2
-//      for S_0
+//   1. ask for the token and for keys and gates of all rows, 16 of them at a time; ask the L2 for
+//      S_0 where it stays there until it is read
 //   2. newest row first, D runs along as a product, so that k_i D(t, i) lies in shared memory
 //      without any thread waiting for another one; __syncthreads
 //   3. ask for v_new; sums of these rows with k and q, a few rows a warp
@@ -274,7 +274,8 @@ __global__ void __launch_bounds__(kRingDim, 5) ring_kernel(const __grid_constant
                     n * a.o.stride_b + head * a.o.stride_h + static_cast<int>(threadIdx.x), 0.0f);
     return;
   }
-  if (threadIdx.x == 0)
+  // Not fp32 states of many blocks: they would not stay in the L2 until they are read.
+  if (threadIdx.x == 0 && (kPacked || gridDim.x <= 2 * a.ahead))
     ptx::cp_async_bulk_prefetch_l2(
         reinterpret_cast<uintptr_t>(a.initial.base) +
             static_cast<uintptr_t>(state_offset(a.initial, slot, head, 0, 0)) * (kPacked ? 2 : 4),
