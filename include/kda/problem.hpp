@@ -70,12 +70,11 @@ struct TailDesc {
   /// leaves plain states.
   bool settle = false;
   /// Rows are made, as in the rings that engines keep beside their states: keys are normalised
-  /// where qk_l2norm says so, of any floating type, g has log decays in fp32, one a channel, and
-  /// v_new is of any floating type. positions[n] rows lie in front of the token, in rows 0 and up;
-  /// who calls counts them, and `folded` is not there. Decode, of one token a sequence without
-  /// cu_seqlens. A token with R - 1 rows in front, or whose word of `flush` is not 0, is folded
-  /// with all of them into S_0 behind it and leaves no row: the next one has none in front. R
-  /// is 1..256.
+  /// where qk_l2norm says so, g has log decays, one a channel, in fp32, k and v_new are fp32, bf16
+  /// or fp16. positions[n] rows lie in front of the token, from row 0 on; who calls counts them,
+  /// and `folded` is not there. Decode, of one token a sequence without cu_seqlens. A token behind
+  /// R - 1 rows, or whose word of `flush` is not 0, is folded with all of them into S_0 behind it,
+  /// and leaves no row: the next one has none in front. R is 1..256.
   bool ring = false;
   bool flush = false;              ///< of a ring: int32 [N]
   std::optional<SplitDesc> split;  ///< absent: boundary states are what initial_state has

@@ -7,7 +7,7 @@
 
 namespace kda::cuda::tail {
 
-/// Of TailArgs the tensors of rows, `rows` and `positions` are set; each sequence has one token.
+/// The tensors of rows, `rows` and `positions` of TailArgs are set; each sequence has one token.
 struct RingArgs : TailArgs {
   const int32_t* flush = nullptr;  ///< [N], or null
 };
