@@ -36,6 +36,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/decode/tail/fold_split.cu
   src/cuda/decode/tail/move_rows.cu
   src/cuda/decode/tail/planes.cu
+  src/cuda/decode/tail/ring.cu
   src/cuda/decode/tail/tail.cu
   src/cuda/recurrent/head_gates.cu
   src/cuda/layer/fused_decode.cu

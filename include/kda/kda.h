@@ -142,6 +142,15 @@ typedef struct kda_tail {
   kda_tensor rest; /* as initial_state, KDA_INT16 */
   kda_tensor v;    /* [num_slots, HV, R, V], of the type of the problem's v */
   kda_tensor beta; /* [num_slots, HV, R], of the type of beta */
+  /* A ring, of a decode of one token a sequence: rows are made, as engines keep them beside their
+   * states. k is normalised where qk_l2norm says so, g has log decays, one a channel, in fp32; k
+   * and v_new are fp32, bf16 or fp16; R is 1..256. positions[n] rows lie in front of the token,
+   * from row 0 on, and the caller counts them; `folded` is not looked at. A token with R - 1 rows
+   * in front, or whose word of `flush` is not 0, is folded with all of them into the state and
+   * leaves no row: the next one has none in front. */
+  int32_t ring;
+  int32_t has_flush;
+  const int32_t* flush; /* [num_sequences], or null */
 } kda_tail;
 
 typedef struct kda_problem {

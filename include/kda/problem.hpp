@@ -69,6 +69,14 @@ struct TailDesc {
   /// Decode: all rows are folded first, not those up to a multiple of 16 alone. Without tokens that
   /// leaves plain states.
   bool settle = false;
+  /// Rows are made, as in the rings that engines keep beside their states: keys are normalised
+  /// where qk_l2norm says so, g has log decays, one a channel, in fp32, k and v_new are fp32, bf16
+  /// or fp16. positions[n] rows lie in front of the token, from row 0 on; who calls counts them,
+  /// and `folded` is not there. Decode, of one token a sequence without cu_seqlens. A token behind
+  /// R - 1 rows, or whose word of `flush` is not 0, is folded with all of them into S_0 behind it,
+  /// and leaves no row: the next one has none in front. R is 1..256.
+  bool ring = false;
+  bool flush = false;              ///< of a ring: int32 [N]
   std::optional<SplitDesc> split;  ///< absent: boundary states are what initial_state has
 };
 

@@ -17,14 +17,15 @@ namespace kda {
 struct TailTensors {
   void* k = nullptr;
   void* g = nullptr;
-  float* v_new = nullptr;
+  void* v_new = nullptr;  ///< fp32; of a ring as TailDesc::v_new says
   int32_t* folded = nullptr;
-  const int32_t* positions = nullptr;      ///< [N] sure tokens before this call
+  const int32_t* positions = nullptr;      ///< [N] sure tokens before this call; of a ring its rows
   const int32_t* sources = nullptr;        ///< [N]; an index that means no slot: the sequence's own
   const int32_t* accepted_rows = nullptr;  ///< [N, accepted_columns], row-major
   int16_t* rest = nullptr;                 ///< of SplitDesc, as v and beta
   void* v = nullptr;
   void* beta = nullptr;
+  const int32_t* flush = nullptr;  ///< [N], of a ring
 };
 
 /// Base pointers of the tensors that the Problem describes; null where it has none.

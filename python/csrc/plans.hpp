@@ -56,7 +56,7 @@ inline TailShape shape_of(const kda_problem& given, const kda_tail& tail,
   for (kda_tensor* t : {&shape.tail.k, &shape.tail.g, &shape.tail.v_new, &shape.tail.folded,
                         &shape.tail.rest, &shape.tail.v, &shape.tail.beta})
     t->data = nullptr;
-  shape.tail.positions = shape.tail.sources = shape.tail.accepted_rows = nullptr;
+  shape.tail.positions = shape.tail.sources = shape.tail.accepted_rows = shape.tail.flush = nullptr;
   return shape;
 }
 

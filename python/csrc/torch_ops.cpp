@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators libkda::forward, forward_into, update and update_with_tail on PyTorch's stable ABI
-// (2.10 and later): one library for every Python and every torch. Those of training:
-// torch_backward.cpp. Meaning of the arguments: include/kda/problem.hpp; what users call:
+// The operators libkda::forward, forward_into, update, update_with_tail and update_with_ring on
+// PyTorch's stable ABI (2.10 and later): one library for every Python and every torch. Those of
+// training: torch_backward.cpp. Meaning of the arguments: include/kda/problem.hpp; what users call:
 // python/libkda/kda.py.
 #include <torch/csrc/stable/library.h>
 
@@ -254,6 +254,42 @@ void update_with_tail(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tenso
   run(&p, q, lengths, options, States::kTail);
 }
 
+/// Boundary states and rings, both in place: one token a sequence (TailDesc::ring).
+void update_with_ring(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tensor states,
+                      Tensor indices, Tensor ring_k, Tensor ring_g, Tensor ring_v_new,
+                      Tensor counts, MaybeTensor flush, MaybeTensor A_log, MaybeTensor dt_bias,
+                      int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale,
+                      bool l2norm, bool state_v_first, int64_t first_slot, int64_t head_map,
+                      int64_t options) {
+  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
+  kda_problem p = pool_problem(o, q, k, v, g, beta, A_log, dt_bias, modes, head_map);
+  const std::vector<int64_t> lengths = set_lengths(&p, q, {}, {});
+  const int64_t N = p.num_sequences, HV = p.num_value_heads;
+  const auto integers = [&](const Tensor& x, const char* name) {
+    return static_cast<const int32_t*>(dense_pointer(x, q, name, kIndices, {N}));
+  };
+  p.operation = KDA_DECODE;
+  p.zero_skipped = 1;
+  describe_state(&p.initial_state, states, q, "states", state_v_first, p);
+  if (states.size(0) == 0 && N > 0) refuse("states has no slots");
+  p.initial_state.indices = integers(indices, "indices");
+  p.initial_state.indexed = 1;
+  p.first_slot = first_slot;
+  expect_rows(ring_k, q, "ring_k");
+  kda_tail ring;
+  kda_tail_init(&ring);
+  const int64_t slots = ring.num_slots = p.initial_state.num_slots, R = ring.rows = ring_k.size(2);
+  describe(&ring.k, ring_k, q, "ring_k", kRows, {slots, p.num_heads, R, p.key_dim});
+  describe(&ring.g, ring_g, q, "ring_g", kFloats, {slots, HV, R, p.key_dim});
+  describe(&ring.v_new, ring_v_new, q, "ring_v_new", kRows, {slots, HV, R, p.value_dim});
+  ring.ring = 1;
+  ring.positions = integers(counts, "counts");
+  if (flush) ring.flush = integers(*flush, "flush");
+  ring.has_flush = flush ? 1 : 0;
+  p.tail = &ring;
+  run(&p, q, lengths, options, States::kTail);
+}
+
 }  // namespace
 }  // namespace kda_torch
 
@@ -304,6 +340,12 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "int first_slot=0, Tensor? sources=None, Tensor? parents=None, Tensor? accepted_rows=None, "
       "bool settle=False, int head_map=0, int options=0, Tensor(g!)? tail_rest=None, Tensor(h!)? "
       "tail_v=None, Tensor(i!)? tail_beta=None) -> ()");
+  m.def(
+      "update_with_ring(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, "
+      "Tensor(b!) states, Tensor indices, Tensor(c!) ring_k, Tensor(d!) ring_g, Tensor(e!) "
+      "ring_v_new, Tensor counts, Tensor? flush, Tensor? A_log, Tensor? dt_bias, int gate_mode, "
+      "int beta_mode, float lower_bound, float scale, bool l2norm, bool state_v_first, int "
+      "first_slot=0, int head_map=0, int options=0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
@@ -311,4 +353,5 @@ STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
   m.impl("forward_into", TORCH_BOX(&kda_torch::forward_into));
   m.impl("update", TORCH_BOX(&kda_torch::update));
   m.impl("update_with_tail", TORCH_BOX(&kda_torch::update_with_tail));
+  m.impl("update_with_ring", TORCH_BOX(&kda_torch::update_with_ring));
 }

@@ -16,6 +16,7 @@ Functions on torch tensors, which need torch 2.10 or later:
                                         Gated DeltaNet, which has one gate a head: the same two
     prefill, decode, verify             serving: sequences, tokens and drafts on a pool of states
     Tail, tail, settle                  serving: the tokens since the states of a pool, which a step does not write then
+    Ring, decode_with_ring              serving: the same in the rings that an engine keeps beside its states
     split_states, join_states           serving: float32 states as those of a pool and a tail, and back
     fused_decode                        serving: a decode step of a whole layer
     short_conv, short_conv_update       the short convolution in front of KDA: with gradients; on a pool of states
@@ -47,6 +48,8 @@ _NAMES = {
     "decode": "serving",
     "verify": "serving",
     "fused_decode": "serving",
+    "Ring": "rings",
+    "decode_with_ring": "rings",
     "Tail": "tails",
     "tail": "tails",
     "settle": "tails",
@@ -63,7 +66,7 @@ _NAMES = {
     "naive_kda_lowerbound_gate": "naive",
 }
 _MODULES = ("arrays", "compat", "context_parallel", "fla", "gate", "gated_delta", "jax", "kda", "layer", "naive", "ops",
-            "rollout", "serving", "sglang", "tails", "transformers", "vllm")
+            "rings", "rollout", "serving", "sglang", "tails", "transformers", "vllm")
 _WITHOUT_TORCH = ("arrays", "compat", "jax")
 # dir() is without them: who looks at each of its names, as help() does, loads them. Two put functions of libkda into
 # other packages, or say that these are missing; the others need torch.distributed and JAX.

@@ -10,6 +10,7 @@ from libkda import kda as kda
 from libkda import layer as layer
 from libkda import naive as naive
 from libkda import ops as ops
+from libkda import rings as rings
 from libkda import rollout as rollout
 from libkda import serving as serving
 from libkda import sglang as sglang
@@ -31,6 +32,8 @@ from libkda.naive import naive_chunk_kda as naive_chunk_kda
 from libkda.naive import naive_kda_gate as naive_kda_gate
 from libkda.naive import naive_kda_lowerbound_gate as naive_kda_lowerbound_gate
 from libkda.naive import naive_recurrent_kda as naive_recurrent_kda
+from libkda.rings import Ring as Ring
+from libkda.rings import decode_with_ring as decode_with_ring
 from libkda.serving import decode as decode
 from libkda.serving import fused_decode as fused_decode
 from libkda.serving import prefill as prefill

@@ -98,6 +98,7 @@ _forward = torch.ops.libkda.forward.default
 _forward_into = torch.ops.libkda.forward_into.default
 _update = torch.ops.libkda.update.default
 _update_with_tail = torch.ops.libkda.update_with_tail.default
+_update_with_ring = torch.ops.libkda.update_with_ring.default
 _forward_kept = torch.ops.libkda.forward_kept.default
 _backward = torch.ops.libkda.backward.default
 has_backward = torch.ops.libkda.has_backward.default
@@ -363,6 +364,7 @@ if _is_first:
             (_forward_into, fake_of_none(_forward_into, _checked), None),
             (_update, fake_of_none(_update, _checked), None),
             (_update_with_tail, fake_of_none(_update_with_tail, _checked), None),
+            (_update_with_ring, fake_of_none(_update_with_ring, _checked), None),
             (_forward_kept, _fake_forward_kept, _Forward.apply),
             (_backward, _fake_backward, _Backward.apply)):
         register(_library, _operator, _fake, _function)
@@ -394,6 +396,7 @@ forward = _called(_forward, "fused_recurrent_kda (nor has FLA)")
 forward_into = _called(_forward_into, "what is written into given tensors")
 update = _called(_update, "states that are updated in place")
 update_with_tail = _called(_update_with_tail, "states that are updated in place")
+update_with_ring = _called(_update_with_ring, "states that are updated in place")
 
 
 def forward_kept(*args):

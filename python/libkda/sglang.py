@@ -21,7 +21,7 @@ import functools
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import kda, serving
+from . import kda, rings, serving
 from ._binding.rules import ENGINE_SLOTS, FIRST_SLOT
 from ._plugins.places import Places
 from ._plugins.plugin import Plugin
@@ -78,6 +78,17 @@ def _refuse_rings(values):
         raise NotImplementedError("ReplaySSM's rings")
 
 
+def _ring_of(values, lower_bound, gates):
+    """The ring of a token of KDA, its count and what makes it fold, as arguments of decode_with_ring; None where SGLang
+    takes a token without one: beside a bounded gate, and where only drafts have rings."""
+    if gates is _head_gates:
+        return _refuse_rings(values)
+    d, k, g, counts = (values.get(f"replayssm_{name}") for name in ("d", "k", "g", "write_pos"))
+    if lower_bound is not None or any(x is None for x in (d, k, g, counts)):
+        return None
+    return dict(ring=rings.Ring(k, g, d), counts=counts, flush=values.get("replayssm_force_flush"))
+
+
 def _parameters(A_log, dt_bias, lower_bound):
     return dict(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
 
@@ -85,17 +96,17 @@ def _parameters(A_log, dt_bias, lower_bound):
 # ---- the methods -----------------------------------------------------------------------------------------------------
 
 def packed_decode(self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim,
-                  lower_bound=None, gates=_channel_gates, **rings):
-    _refuse_rings(rings)
+                  lower_bound=None, gates=_channel_gates, **of_rings):
+    ring = _ring_of(of_rings, lower_bound, gates)
     B, K = mixed_qkv.shape[0], ssm_states.shape[-1]
     values = num_v_heads * head_v_dim
     keys = (mixed_qkv.shape[1] - values) // 2
     q, k, v = (x.unflatten(1, (-1, size))[:, None]
                for x, size in zip(mixed_qkv.split([keys, keys, values], dim=-1), (K, K, head_v_dim)))
-    _leave_slower("decode", v, gates)
-    o = serving.decode(
-        q, k, v, gates(a, ssm_states).transpose(0, 1), _betas(b).transpose(0, 1), ssm_states, cache_indices[:B],
-        **ENGINE_SLOTS, scale=scale, **_parameters(A_log, dt_bias, lower_bound), **_RAW)
+    _leave_slower("ring" if ring else "decode", v, gates)
+    step = rings.decode_with_ring if ring else serving.decode
+    o = step(q, k, v, gates(a, ssm_states).transpose(0, 1), _betas(b).transpose(0, 1), ssm_states, cache_indices[:B],
+             **(ring or {}), **ENGINE_SLOTS, scale=scale, **_parameters(A_log, dt_bias, lower_bound), **_RAW)
     return o.transpose(0, 1)
 
 
@@ -168,8 +179,8 @@ def _numbers(count, device):
 def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc,
                   intermediate_states_buffer, intermediate_state_indices, cache_steps, retrieve_parent_token,
                   lower_bound=None, fused_accept_state_indices=None, fused_accept_num_accepted=None,
-                  gates=_channel_gates, **rings):
-    _refuse_rings(rings)
+                  gates=_channel_gates, **of_rings):
+    _refuse_rings(of_rings)
     _leave_slower("verify", v, gates)
     scratch = intermediate_states_buffer
     if scratch is None:

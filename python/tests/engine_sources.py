@@ -63,7 +63,8 @@ KERNELS = {
         *(f"{SGLANG}/attention/fla/{name}.py" for name in (
             "chunk", "chunk_delta_h", "chunk_fwd", "chunk_intra", "chunk_intra_token_parallel", "chunk_o", "cumsum",
             "fused_recurrent", "index", "kda", "l2norm", "op", "utils", "wy_fast")),
-        *(f"{SGLANG}/attention/linear/{name}.py" for name in ("fused_gdn_gating", "fused_sigmoid_gating_recurrent")),
+        *(f"{SGLANG}/attention/linear/{name}.py" for name in (
+            "fused_gdn_gating", "fused_recurrent_linear_replayssm", "fused_sigmoid_gating_recurrent")),
         f"{SGLANG}/attention/triton_gdn_fused_proj.py", f"{SGLANG}/mamba/causal_conv1d_triton.py"],
 }
 

@@ -31,7 +31,7 @@ def test_every_operator(name, mode):
 
 
 def test_all_operators_are_tried():
-    assert len(OPERATORS) == 22 and {"libkda::update", "libkda::update_with_tail"} < set(OPERATORS)
+    assert len(OPERATORS) == 23 and {"libkda::update", "libkda::update_with_tail"} < set(OPERATORS)
 
 
 def rows_of(x):

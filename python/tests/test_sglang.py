@@ -432,12 +432,44 @@ def test_a_decode_step_of_the_whole_layer(engine):
         assert not out[2:].any() and requests.untouched()
 
 
-def test_rings_are_left_to_sglang(engine):
-    x, a, b = torch.zeros(2, WIDTH), torch.zeros(2, H * D), torch.zeros(2, H)
-    with pytest.raises(AssertionError, match="SGLang's own ring was called: sglang: packed_decode: ReplaySSM's rings"):
-        engine.TritonKDAKernel().packed_decode(
-            x, a, b, A_log=b, dt_bias=a[0], scale=1, ssm_states=torch.zeros(4, H, D, D), cache_indices=None,
-            num_v_heads=H, head_v_dim=D, replayssm_d=x, replayssm_k=x, replayssm_g=x, replayssm_write_pos=x)
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
+def test_tokens_with_rings(engine, pool_dtype):
+    """--enable-linear-replayssm: the backend counts rows, and takes a bounded gate's tokens without a ring."""
+    requests, L = Requests(engine, None, pool_dtype=pool_dtype), 5
+    for name, slot in dict(a=3, b=7).items():
+        requests.start(name, slot)
+    requests.extend(dict(a=20, b=3))
+    cache = requests.backend.req_to_token_pool.mamba2_layer_cache(0)
+    nan = lambda dtype: torch.full((SLOTS, H, L, D), float("nan"), dtype=dtype)
+    cache.replayssm_d, cache.replayssm_k, cache.replayssm_g = nan(pool_dtype), nan(pool_dtype), nan(torch.float32)
+    counts = torch.zeros(SLOTS, dtype=torch.int32)
+    for step in range(12):
+        slots = torch.tensor([7, 3][:1 + step % 3] + [-1, 0])  # "b" alone in some steps
+        names, N = ["b", "a"][:len(slots) - 2], len(slots)
+        x, a, b = requests.tokens(N)
+        before = requests.pool.clone()
+        flush = torch.tensor([int(step == 7)] * N, dtype=torch.int32)
+        out = requests.step(
+            requests.backend.forward_decode, x, a, b, query_start_loc=torch.arange(N + 1, dtype=torch.int32),
+            mamba_cache_indices=slots, replayssm_write_pos=counts[slots.clamp(min=0)], replayssm_force_flush=flush)
+        assert libkda.sglang.last_path() == "libkda: packed_decode" and not out[len(names):].any()
+        for n, name in enumerate(names):
+            requests.histories[name].append((x[n:n + 1], a[:, n:n + 1], b[:, n:n + 1]))
+            (o, state), slot = requests.expected(name), requests.slots[name]
+            folds = counts[slot] == L - 1 or step == 7
+            assert distance(out[n], o[-1]) < requests.tolerance
+            assert distance(requests.pool[slot], state if folds else before[slot]) < requests.tolerance * folds + 1e-30
+            counts[slot] = 0 if folds else counts[slot] + 1
+        assert requests.untouched()
+    requests.layer.lower_bound = BOUND  # SGLang takes the plain kernel, though there are rings
+    kernel = requests.backend.kernel_dispatcher.decode_kernel
+    x, a, b = requests.tokens(1)
+    before = cache.replayssm_d.isnan()
+    kernel.packed_decode(
+        x, a, b, A_log=requests.layer.A_log, dt_bias=requests.layer.dt_bias, scale=1.0, ssm_states=requests.pool,
+        cache_indices=torch.tensor([3]), num_v_heads=H, head_v_dim=D, lower_bound=BOUND, replayssm_d=cache.replayssm_d,
+        replayssm_k=cache.replayssm_k, replayssm_g=cache.replayssm_g, replayssm_write_pos=counts[3:4])
+    assert libkda.sglang.last_path() == "libkda: packed_decode" and torch.equal(before, cache.replayssm_d.isnan())
 
 
 def test_a_copy_would_be_found(requests, monkeypatch):

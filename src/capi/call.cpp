@@ -134,7 +134,7 @@ Status describe_tail(const kda_problem* problem, kda_tail* tail, int64_t rows,
 
 Status describe_split(const kda_problem* problem, kda_tail* tail, const kda_split_data* data) {
   KDA_RETURN_IF_ERROR(expect_fields(problem, offsetof(kda_problem, final_state)));
-  KDA_RETURN_IF_ERROR(expect_tail(tail, sizeof(kda_tail)));
+  KDA_RETURN_IF_ERROR(expect_tail(tail, offsetof(kda_tail, ring)));
   KDA_RETURN_IF_ERROR(expect_sizes(*problem));
   const kda_problem& p = *problem;
   const int64_t slots = tail->num_slots, rows = tail->rows, HV = p.num_value_heads;

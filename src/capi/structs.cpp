@@ -66,7 +66,9 @@ std::optional<TailDesc> tail_of(const Problem& p, const kda_tail* given) {
   tail.k = tensor_of(given->k, tail_k_shape(p, tail), 4);
   tail.g = tensor_of(given->g, tail_g_shape(p, tail), 4);
   tail.v_new = tensor_of(given->v_new, tail_v_new_shape(p, tail), 4);
-  tail.folded = tensor_of(given->folded, tail_folded_shape(p, tail), 2);
+  tail.ring = given->ring != 0;
+  tail.flush = given->has_flush || given->flush;
+  if (!tail.ring) tail.folded = tensor_of(given->folded, tail_folded_shape(p, tail), 2);
   tail.sources = given->has_sources || given->sources;
   tail.accepted_columns = given->accepted_columns;
   tail.settle = given->settle != 0;
@@ -155,14 +157,15 @@ Tensors tensors_of(const kda_problem& c) {
   if (c.tail)
     t.tail = {.k = c.tail->k.data,
               .g = c.tail->g.data,
-              .v_new = static_cast<float*>(c.tail->v_new.data),
+              .v_new = c.tail->v_new.data,
               .folded = static_cast<int32_t*>(c.tail->folded.data),
               .positions = c.tail->positions,
               .sources = c.tail->sources,
               .accepted_rows = c.tail->accepted_rows,
               .rest = static_cast<int16_t*>(c.tail->rest.data),
               .v = c.tail->v.data,
-              .beta = c.tail->beta.data};
+              .beta = c.tail->beta.data,
+              .flush = c.tail->flush};
   t.saved = c.saved;
   t.saved_bytes = c.saved_bytes;
   t.trusted = c.trusted != 0;
@@ -210,6 +213,7 @@ Status check_call(const Problem& planned, const kda_problem& c) {
   if (c.tail && c.tail->sources && !planned.tail->sources) return unplanned("sources");
   if (c.tail && c.tail->accepted_rows && planned.tail->accepted_columns == 0)
     return unplanned("accepted_rows");
+  if (c.tail && c.tail->flush && !planned.tail->flush) return unplanned("flush");
   return {};
 }
 

@@ -157,7 +157,7 @@ void add_tail(const Problem& p, const TailTensors& host, Copies* copies) {
   copies->add(host.k, extent(tail.k, tail_k_shape(p, tail)), true);
   copies->add(host.g, extent(tail.g, tail_g_shape(p, tail)), true);
   copies->add(host.v_new, extent(tail.v_new, tail_v_new_shape(p, tail)), true);
-  copies->add(host.folded, extent(tail.folded, tail_folded_shape(p, tail)), true);
+  if (!tail.ring) copies->add(host.folded, extent(tail.folded, tail_folded_shape(p, tail)), true);
   if (const auto& split = tail.split) {
     copies->add(host.rest, extent(split->rest, state_shape(p, *p.initial_state)), true);
     copies->add(host.v, extent(split->v, tail_v_new_shape(p, tail)), true);
@@ -166,6 +166,7 @@ void add_tail(const Problem& p, const TailTensors& host, Copies* copies) {
   const auto integers = static_cast<std::size_t>(p.num_sequences) * sizeof(int32_t);
   copies->add(host.positions, integers);
   if (tail.sources) copies->add(host.sources, integers);
+  if (tail.flush) copies->add(host.flush, integers);
   copies->add(host.accepted_rows, integers * static_cast<std::size_t>(tail.accepted_columns));
 }
 
@@ -228,7 +229,8 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
   m.replace(t.initial_state_mask);
   for (void** pointer : {&t.tail.k, &t.tail.g, &t.tail.v, &t.tail.beta}) m.replace(*pointer);
   m.replace(t.tail.v_new), m.replace(t.tail.folded), m.replace(t.tail.rest);
-  for (const int32_t** pointer : {&t.tail.positions, &t.tail.sources, &t.tail.accepted_rows})
+  for (const int32_t** pointer :
+       {&t.tail.positions, &t.tail.sources, &t.tail.accepted_rows, &t.tail.flush})
     m.replace(*pointer);
 }
 

@@ -44,6 +44,7 @@ inline Shape tail_folded_shape(const Problem& p, const TailDesc& tail) {
 }
 
 inline bool has_split_states(const Problem& p) { return p.tail && p.tail->split; }
+inline bool has_ring(const Problem& p) { return p.tail && p.tail->ring; }
 
 /// First element of row (flattened token, head) of a [B, T, heads, ..] tensor.
 inline int64_t row_offset(const Problem& p, const TensorDesc& desc, int64_t flat_token,
@@ -91,8 +92,11 @@ inline bool zeroes_without_slot(const Problem& p) {
   return p.operation == Operation::kForward && p.zero_skipped;
 }
 
-/// Most tokens a sequence of a decode with a tail: the others are at most 15 sure rows.
-inline int64_t most_tail_tokens(const TailDesc& tail) { return tail.rows - (kTailBoundary - 1); }
+/// Most tokens a sequence of a decode with a tail: the others are at most 15 sure rows. A ring is
+/// folded behind each token.
+inline int64_t most_tail_tokens(const TailDesc& tail) {
+  return tail.ring ? 1 : tail.rows - (kTailBoundary - 1);
+}
 
 /// Most tokens a sequence of such a call. `cu_seqlens`: empty where nobody knows lengths yet.
 inline int64_t tail_tokens(const Problem& p, std::span<const int64_t> cu_seqlens) {

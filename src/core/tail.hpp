@@ -58,6 +58,7 @@ inline TailStart tail_start(const Problem& p, const Tensors& t, int64_t n, int64
     return start;
   }
   start.source = start.slot;
+  if (p.tail->ring) return start;  // positions count from S_0 on
   start.accepted = tail_accepted(p, t.tail, n);
   start.folded = *tail_folded(p, t.tail, start.slot, head);
   const int64_t source = tail_source(p, t.tail, n, start.slot);

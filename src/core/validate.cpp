@@ -288,11 +288,41 @@ Status check_split(const Problem& p, const TailDesc& tail, const SplitDesc& spli
                          p.beta.dtype);
 }
 
+Status check_ring_rows(const TensorRules& rules, const TensorDesc& desc) {
+  if (!is_float(desc.dtype) || desc.dtype == DType::kFloat64)
+    return invalid(rules.name, ": dtype ", dtype_name(desc.dtype), " is not fp32, bf16 or fp16");
+  return check_tensor(rules, desc);
+}
+
+Status check_ring_tensors(const Problem& p, const TailDesc& tail) {
+  KDA_RETURN_IF_ERROR(check_ring_rows({"tail.k", tail_k_shape(p, tail), 4, true}, tail.k));
+  if (tail.g.dtype != DType::kFloat32)
+    return invalid("tail.g: dtype ", dtype_name(tail.g.dtype), " is not fp32, which a ring has");
+  KDA_RETURN_IF_ERROR(check_tensor({"tail.g", tail_g_shape(p, tail), 4, true}, tail.g));
+  return check_ring_rows({"tail.v_new", tail_v_new_shape(p, tail), 4, true}, tail.v_new);
+}
+
+/// Rows that are made: of a decode of one token, and of nothing that tails have besides.
+Status check_ring(const Problem& p, const TailDesc& tail) {
+  if (p.operation != Operation::kDecode || p.num_tokens != 1 || p.cu_seqlens)
+    return invalid("tail.ring: a ring takes a decode of one token a sequence, [N, 1], without ",
+                   "cu_seqlens");
+  if (has_head_gate(p)) return invalid("g: a ring has a gate a channel, got one gate a head");
+  for (const auto& [name, given] :
+       {std::pair{"initial_state_mask", p.initial_state_mask},
+        std::pair{"token_parents", p.token_parents}, std::pair{"sources", tail.sources},
+        std::pair{"accepted_rows", tail.accepted_columns != 0},
+        std::pair{"tail.settle", tail.settle}, std::pair{"tail.rest", tail.split.has_value()}})
+    if (given) return invalid(name, ": is not taken with a ring");
+  return check_ring_tensors(p, tail);
+}
+
 /// A pool of boundary states, and tails in slots of the same numbers.
 Status check_tail(const Problem& p, const TailDesc& tail) {
   if (!p.initial_state || !p.initial_state->indexed)
     return invalid("initial_state: a tail needs the pool of its boundary states, with indices");
-  KDA_RETURN_IF_ERROR(check_range("tail: R", tail.rows, kTailBoundary, kMaxTailRows));
+  KDA_RETURN_IF_ERROR(
+      check_range("tail: R", tail.rows, tail.ring ? 1 : kTailBoundary, kMaxTailRows));
   if (tail.num_slots != p.initial_state->num_slots)
     return invalid("tail: num_slots = ", tail.num_slots, " is not the ", p.initial_state->num_slots,
                    " of initial_state");
@@ -300,6 +330,8 @@ Status check_tail(const Problem& p, const TailDesc& tail) {
                                     std::pair{"checkpoints", p.checkpoints || p.checkpoint_offsets},
                                     std::pair{"num_accepted_tokens", p.num_accepted_tokens}})
     if (given) return invalid(name, ": is not taken with a tail");
+  if (tail.flush && !tail.ring) return invalid("flush: belongs to a ring");
+  if (tail.ring) KDA_RETURN_IF_ERROR(check_ring(p, tail));
   const bool decode = p.operation == Operation::kDecode;
   if (!decode && (p.token_parents || tail.accepted_columns != 0 || tail.settle))
     return invalid(p.token_parents ? "token_parents"
@@ -311,7 +343,7 @@ Status check_tail(const Problem& p, const TailDesc& tail) {
     return invalid("state_index_columns: S = ", p.state_index_columns,
                    ", but with a tail a sequence has one slot");
   KDA_RETURN_IF_ERROR(check_range("accepted_rows: columns", tail.accepted_columns, 0, tail.rows));
-  KDA_RETURN_IF_ERROR(check_tail_tensors(p, tail));
+  if (!tail.ring) KDA_RETURN_IF_ERROR(check_tail_tensors(p, tail));
   if (tail.split) KDA_RETURN_IF_ERROR(check_split(p, tail, *tail.split));
   return decode ? check_decode_tokens(p) : Status{};
 }

@@ -16,6 +16,8 @@ namespace kda::cpu {
 ///   remake_head(head)               v_new of the rows that split states have left behind a fold
 ///   step_head(token, count, head)   o and rows of v_new, at `position`, of tokens behind all rows
 ///   zero_outputs(begin, end, head)  o of tokens that are skipped
+///   ring_head(token, flush, head)   of a ring: o of the token, and its row, or with `flush` S_0
+///                                   behind it
 template <class Backend>
 class TailSequence {
  public:
@@ -31,6 +33,7 @@ class TailSequence {
   void run() {
     const int64_t begin = call_.sequences.begin(n_), end = call_.sequences.end(n_);
     if (start_.slot < 0) return skip(begin, end);
+    if (tail_.ring) return run_ring(begin);
     if (start_.source < 0) start_from_zero();
     set_folded(start_.folded);
     move_accepted();
@@ -74,6 +77,12 @@ class TailSequence {
   template <class Body>
   void each_head(Body&& body) {
     for (int64_t j = 0; j < group_size(p_); ++j) body(value_head_of(p_, q_head_, j));
+  }
+
+  /// Heads write the same row of a shared key, which none of them reads.
+  void run_ring(int64_t token) {
+    const bool flush = start_.position == tail_.rows - 1 || (tail_.flush && t_.tail.flush[n_] != 0);
+    each_head([&](int64_t head) { backend().ring_head(token, flush, head); });
   }
 
   /// S_0 is written: no later call knows that it was zero.

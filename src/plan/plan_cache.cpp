@@ -53,7 +53,7 @@ class Key {
   void add_one(const StateDesc& state) { add(state.tensor, state.num_slots, state.indexed); }
   void add_one(const TailDesc& tail) {
     add(tail.k, tail.g, tail.v_new, tail.folded, tail.num_slots, tail.rows, tail.sources,
-        tail.accepted_columns, tail.settle, tail.split);
+        tail.accepted_columns, tail.settle, tail.ring, tail.flush, tail.split);
   }
   void add_one(const SplitDesc& split) { add(split.rest, split.v, split.beta); }
   template <class Value>

@@ -63,6 +63,11 @@ std::string tail_line(const Problem& p) {
   if (!p.tail) return {};
   std::ostringstream out;
   out.exceptions(std::ios::badbit);
+  if (p.tail->ring) {
+    out << "ring            " << p.tail->rows << " rows a slot, k " << dtype_name(p.tail->k.dtype)
+        << ", v_new " << dtype_name(p.tail->v_new.dtype) << "\n";
+    return out.str();
+  }
   out << "tail            " << p.tail->rows << " rows a slot, boundary states "
       << (p.tail->split ? "split in bf16 and 16 bits" : dtype_name(p.initial_state->tensor.dtype))
       << " every " << kTailBoundary << " tokens" << (p.tail->settle ? ", settled" : "") << "\n";
@@ -176,6 +181,7 @@ void write_problem(const Problem& p, JsonWriter& json) {
   if (p.tail)
     json.member("tail_rows", p.tail->rows)
         .member("settle", p.tail->settle)
+        .member("ring", p.tail->ring)
         .member("split_states", has_split_states(p));
   json.member("qk_l2norm", p.qk_l2norm).member("batch_invariant", p.batch_invariant);
   json.end_object();

@@ -97,7 +97,8 @@ constexpr TensorRow kTailTensors[] = {
      }},
     {"tail.folded",
      [](P p, T t) {
-       return Entry{"", &p.tail->folded, tail_folded_shape(p, *p.tail), t.tail.folded, true};
+       return Entry{"", p.tail->ring ? nullptr : &p.tail->folded, tail_folded_shape(p, *p.tail),
+                    t.tail.folded, true};
      }},
 };
 
@@ -306,11 +307,12 @@ class Checker {
     bool needed;
     const int32_t* pointer;
   };
-  std::array<TailArray, 3> tail_arrays() const {
+  std::array<TailArray, 4> tail_arrays() const {
     const bool needed = p_.tail && p_.num_sequences > 0;
     return {{{"positions", needed, t_.tail.positions},
              {"sources", needed && p_.tail->sources, t_.tail.sources},
-             {"accepted_rows", needed && p_.tail->accepted_columns > 0, t_.tail.accepted_rows}}};
+             {"accepted_rows", needed && p_.tail->accepted_columns > 0, t_.tail.accepted_rows},
+             {"flush", needed && p_.tail->flush, t_.tail.flush}}};
   }
   Status check_tail_arrays() const {
     for (const TailArray& array : tail_arrays())
@@ -400,6 +402,7 @@ class Checker {
         {"token_parents", p_.token_parents ? t_.token_parents : nullptr, N * S * 4},
         {"positions", p_.tail ? t_.tail.positions : nullptr, N * 4},
         {"sources", p_.tail && p_.tail->sources ? t_.tail.sources : nullptr, N * 4},
+        {"flush", p_.tail && p_.tail->flush ? t_.tail.flush : nullptr, N * 4},
         {"accepted_rows", p_.tail && p_.tail->accepted_columns ? t_.tail.accepted_rows : nullptr,
          p_.tail ? N * p_.tail->accepted_columns * 4 : 0}};
     for (std::size_t i = 0; i < count_; ++i) {

@@ -46,6 +46,12 @@ Status check_accepted(const Problem& p, const Tensors& t, int64_t n, const TailS
 Status check_sequence(const Problem& p, const Tensors& t, int64_t n, int64_t length) {
   const int64_t slot = state_slot(p, *p.initial_state, t.initial_state_indices, n);
   if (slot < 0) return {};
+  if (p.tail->ring) {
+    if (const int64_t rows = t.tail.positions[n]; rows < 0 || rows >= p.tail->rows)
+      return invalid("positions: entry ", n, " = ", rows, " is outside 0..", p.tail->rows - 1,
+                     ", the rows of a ring in front of a token");
+    return {};
+  }
   if (t.tail.positions[n] < 0)
     return invalid("positions: entry ", n, " = ", t.tail.positions[n], " is negative");
   if (t.tail.positions[n] > INT32_MAX - length)

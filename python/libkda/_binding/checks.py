@@ -154,9 +154,9 @@ def _rules_for(name, values):
 
 
 def _with_parts(values):
-    """The same, with the tensors of a tail by names of their own."""
-    fields = getattr(values.get("tail"), "_fields", ())
-    return values | {f"tail.{field}": getattr(values["tail"], field) for field in fields}
+    """The same, with the tensors of a tail or a ring by names of their own."""
+    return values | {f"{whole}.{field}": getattr(values[whole], field) for whole in ("tail", "ring")
+                     for field in getattr(values.get(whole), "_fields", ())}
 
 
 def _explained(error, name, values):

@@ -220,6 +220,9 @@ def head_map_of(name):
     raise ValueError(f"head_map must be 'grouped' or 'tiled', got {name!r}")
 
 
+_OF_POOLS = ops.update, ops.update_with_tail, ops.update_with_ring
+
+
 def _call(operator, args):
     """operator(*args), whose first five are q, k, v, g and beta. It looks at what it is given before anything else,
     faster than Python can: what it refuses is looked at here, to be given again as it takes it."""
@@ -230,7 +233,7 @@ def _call(operator, args):
         except ValueError as refusal:
             error = refusal
     q, k, v, g, beta, *rest = args
-    float64 = operator not in (ops.update, ops.update_with_tail) and computes_in_float64(q)  # pools: fp32 or bf16
+    float64 = operator not in _OF_POOLS and computes_in_float64(q)  # pools: fp32 or bf16
     rows = tuple((gates_of if x is g else rows_of)(x, float64) for x in (q, k, v, g, beta))
     if error is not None and all(row is x for row, x in zip(rows, (q, k, v, g, beta))):
         raise error  # not for what these tensors are: nothing is tried twice
@@ -284,6 +287,12 @@ def update_with_tail(q, k, v, g, beta, o, slots, rows, parameters, lengths, mode
         more = has_state, first_slot, sources, parents, accepted_rows, settle, head_map, options, *of_split
     _call(ops.update_with_tail, (q, k, v, g, beta, o, states, indices, *tail, positions, *parameters, *lengths, decode,
                                  *modes, *more))
+
+
+def update_with_ring(q, k, v, g, beta, o, slots, ring, counts, flush, parameters, modes, head_map, options):
+    """Writes o, the rows of `ring` and, where they are folded, the states of `slots`."""
+    _call(ops.update_with_ring, (q, k, v, g, beta, o, slots.states, slots.indices, *ring, counts, flush, *parameters,
+                                 *modes, slots.first_slot, head_map, options))
 
 
 def new_states(q, v, state_v_first, slots):

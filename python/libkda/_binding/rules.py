@@ -15,8 +15,8 @@ INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 MASKS = ("bool", "uint8")
 GATES = ("g", "tail.g")  # where a rule has two forms, the second is one gate a head
 # On pools of states, never in float64.
-IN_PLACE = ("update", "update_with_tail", "fused_recurrent_kda_fwd", "prefill", "decode", "verify",
-            "verify, with drafts", "verify, with a tail", "settle")
+IN_PLACE = ("update", "update_with_tail", "update_with_ring", "fused_recurrent_kda_fwd", "prefill", "decode", "verify",
+            "verify, with drafts", "verify, with a tail", "decode_with_ring", "settle")
 
 MOST_FP32 = 3.4028234663852886e38
 MOST_A_LOG = 88.72283  # of the numbers whose exp is finite in fp32
@@ -65,6 +65,8 @@ _OWN_TAIL = {f"tail.{name}": Rule(types, shape, written=True, required=True) for
 # With split states the tail has these too (torch_ops.cpp asks for all of them, or none).
 _OWN_TAIL |= {f"tail.{name}": Rule(types, shape, written=True) for name, types, shape in (
     ("rest", ("int16",), "slots HV K V"), ("v", ROWS, "slots HV R V"), ("beta", ROWS, "slots HV R"))}
+_OWN_RING = {f"ring.{name}": Rule(types, shape, written=True, required=True) for name, types, shape in (
+    ("k", ROWS, "slots H R K"), ("g", ("float32",), "slots HV R K"), ("v_new", ROWS, "slots HV R V"))}
 _TAIL = dict(_OWN_TAIL, positions=Rule(INTEGERS, "N"), sources=Rule(INTEGERS, "N"))
 _DECODE_TAIL = dict(_TAIL, accepted_rows=Rule(INTEGERS, "N columns"))
 _CONV = dict(x=Rule(ROWS, "B T D", required=True), weight=Rule(ROWS, "D W", required=True), bias=Rule(ROWS, "D"),
@@ -106,6 +108,9 @@ RULES = {
         draft_slots=Rule(INTEGERS, "N S"), parents=Rule(INTEGERS, "N S")),
     "verify, with a tail": dict(_POOL, slots=Rule(INTEGERS, "N", required=True), **_DECODE_TAIL,
                                 parents=Rule(INTEGERS, "N S")),
+    "decode_with_ring": dict(
+        _POOL, slots=Rule(INTEGERS, "N", required=True), **_OWN_RING, counts=Rule(INTEGERS, "N", required=True),
+        flush=Rule(INTEGERS, "N")),
     "settle": dict(pool=Rule(STATES, "slots HV K V", written=True, required=True),
                    slots=Rule(INTEGERS, "N", required=True), **_DECODE_TAIL, **_GATE),
     **dict.fromkeys(("fwd", "fwd_cp"), dict(
@@ -135,6 +140,11 @@ RULES = {
         **{name.replace(".", "_"): rule for name, rule in _OWN_TAIL.items()},
         positions=Rule(("int32",), "N", required=True), sources=Rule(("int32",), "N"),
         parents=Rule(("int32",), "N S"), accepted_rows=Rule(("int32",), "N columns")),
+    "update_with_ring": dict(
+        _KERNEL, states=Rule(STATES, "slots HV K V", written=True, required=True),
+        indices=Rule(("int32",), "N", required=True),
+        **{name.replace(".", "_"): rule for name, rule in _OWN_RING.items()},
+        counts=Rule(("int32",), "N", required=True), flush=Rule(("int32",), "N")),
     **dict.fromkeys(("short_conv", "short_conv_into"), dict(
         _CONV, initial_state=Rule(ROWS, "N D S"), out=_output(ROWS, "B T D"))),
     **dict.fromkeys(("short_conv_update", "short_conv_update_into"), dict(
@@ -164,7 +174,7 @@ RULES = {
 # Keywords that change a result: where one function has them, another that has not refuses them (checks.py).
 MEANT = frozenset(name for rules in RULES.values() for name in rules if name != "cu_seqlens_cpu") | {
     "head_map", "first_slot", "inplace_final_state", "return_intermediate_states", "cp_context", "checkpoint_every",
-    "plan_options", "tail"}
+    "plan_options", "tail", "ring"}
 
 # What the C ABI and the operators say, and what a caller wrote.
 _SIZES = dict(batch="q", num_tokens="q", num_heads="q", key_dim="q", value_dim="v", num_value_heads="v",
@@ -173,7 +183,7 @@ _POOL_WORDS = dict(
     _SIZES, states="pool", initial_state="pool", final_state="pool", indices="slots", draft_indices="draft_slots",
     checkpoint_indices="checkpoint_slots", initial_state_indices="slots", final_state_indices="slots",
     state_index_columns="slots", o="out",
-    **{name.replace(".", "_"): name for name in _OWN_TAIL})
+    **{name.replace(".", "_"): name for name in (*_OWN_TAIL, *_OWN_RING)})
 WORDS = {
     "fused_recurrent_kda_fwd": dict(
         _SIZES, states="initial_state", indices="ssm_state_indices", initial_state_indices="ssm_state_indices",
@@ -181,6 +191,8 @@ WORDS = {
         o="out"),
     **dict.fromkeys(("fwd", "fwd_cp"), dict(_SIZES, o="out")),
     **dict.fromkeys(("prefill", "decode", "verify"), _POOL_WORDS),
+    "decode_with_ring": dict(_POOL_WORDS, positions="counts", **{
+        f"tail.{name}": f"ring.{name}" for name in ("k", "g", "v_new")}),
     "settle": dict(_POOL_WORDS, num_heads="tail.k", key_dim="tail.k", num_value_heads="tail.v_new",
                    value_dim="tail.v_new"),
     "verify, with drafts": dict(_POOL_WORDS, final_state="drafts", state_index_columns="draft_slots"),

@@ -63,8 +63,9 @@ class Plugin:
         return asked
 
     def leave_slower(self, kind: str, step: str, rows: torch.Tensor) -> None:
-        """Refuses a "decode" or "verify" of a "kda" or "gdn" layer on a GPU where the engine's own kernels are faster;
-        LIBKDA_<ENGINE>_DECODE in the environment, on or off, decides for all sizes. rows: v [B, T, HV, V]."""
+        """Refuses a "decode", "verify" or "ring", a token beside one, of a "kda" or "gdn" layer on a GPU where the
+        engine's own kernels are faster; LIBKDA_<ENGINE>_DECODE in the environment, on or off, decides for all sizes.
+        rows: v [B, T, HV, V]."""
         if not rows.is_cuda:
             return
         tokens, heads = rows.shape[0] * rows.shape[1], rows.shape[2]

@@ -40,9 +40,9 @@ static constexpr BackwardKernels kBackwardKernels = {
     backward_gradients, load_tiles,       store_tiles,      backward_add_row, backward_scale_row,
     undo_norm,          undo_gate,        step_slope};
 
-static constexpr TailKernels kTailKernels = {tail_key,     tail_token,  tail_beta,
-                                             tail_decay,   tail_scores, tail_read_kv,
-                                             tail_read_vk, tail_solve,  tail_fold};
+static constexpr TailKernels kTailKernels = {
+    tail_key,    tail_token,   tail_beta,    tail_decay, tail_log_decay,
+    tail_scores, tail_read_kv, tail_read_vk, tail_solve, tail_fold};
 
 static constexpr layer::Kernels kLayerKernels = {
     load_tile, store_tile,    convolve, convolve_slopes, convolve_sums,

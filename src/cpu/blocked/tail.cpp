@@ -118,22 +118,83 @@ class Sequence : public TailSequence<Sequence> {
     for (int64_t i = 0; i < count; ++i) make_row(token, sure, i, head);
   }
 
+  void ring_head(int64_t token, bool flush, int64_t head) {
+    const PrepareArgs prepare = prepare_args(call_, token, head), made = made_rows(prepare);
+    const int64_t filled = at().position;
+    const StateRef S_0 = state(at().slot, head);
+    ahead_ = whole_state(head);
+    ask_first_rows(head, filled);
+    for (int64_t i = 0; i < filled; ++i) {
+      load_row(head, i, filled, made);
+      tail_kernels_.decay(made, gates_of(head, i), s_.a + i * kRowStride, &ahead_);
+    }
+    make_operands(prepare, filled, 0);
+    read_state(1, S_0);
+    solve_row(0, filled, at_bytes(t_.v, p_.v, row_offset(p_, p_.v, token, head)));
+    store_output(token, head, s_.y);
+    tail_kernels_.log_decay(prepare, prepare.g.data, s_.q);
+    flush ? fold_ring(made, filled + 1, head, S_0) : append_made_row(filled, head);
+  }
+
   void zero_outputs(int64_t begin, int64_t end, int64_t head) {
     std::fill_n(s_.y, columns(), 0.0f);
     for (int64_t token = begin; token < end; ++token) store_output(token, head, s_.y);
   }
 
  private:
-  /// Folds rows that have been loaded.
+  // ---- rings
+
+  /// How rows of a ring are read.
+  PrepareArgs made_rows(const PrepareArgs& tokens) const {
+    PrepareArgs made = tokens;
+    made.k.dtype = tail_.k.dtype;
+    made.g.dtype = DType::kFloat32;
+    made.gate_mode = GateMode::kLog;
+    made.dt_bias = nullptr;
+    made.qk_l2norm = false;
+    return made;
+  }
+
+  /// Folds all rows, of which the last one is the token's, with its log decays in s_.q.
+  void fold_ring(const PrepareArgs& made, int64_t rows, int64_t head, const StateRef& S_0) {
+    for (int64_t first = 0; first < rows; first += kFoldRows) {
+      const int64_t count = std::min<int64_t>(rows - first, kFoldRows);
+      const char* gates[kFoldRows];
+      for (int64_t i = 0; i < count; ++i)
+        gates[i] =
+            first + i + 1 < rows ? gates_of(head, first + i) : reinterpret_cast<const char*>(s_.q);
+      fold_rows(made, first, count, gates, S_0, S_0);
+    }
+  }
+
+  void append_made_row(int64_t i, int64_t head) {
+    const auto put = [&](const float* from, const TensorDesc& desc, void* base, int64_t of_head,
+                         int64_t size) {
+      kernels_.store_row(from, desc.dtype, static_cast<int>(size), row(desc, base, of_head, i));
+    };
+    put(s_.k + i * kRowStride, tail_.k, t_.tail.k, q_head_, p_.key_dim);
+    put(s_.q, tail_.g, t_.tail.g, head, p_.key_dim);
+    put(s_.v_new + i * columns(), tail_.v_new, t_.tail.v_new, head, p_.value_dim);
+  }
+
+  // ---- folds
+
+  /// Folds rows that have been loaded, from the first one on.
   void fold_rows(const PrepareArgs& prepare, int64_t rows, int64_t head, const StateRef& in,
                  const StateRef& out) {
     const char* gates[kFoldRows];
     for (int64_t i = 0; i < rows; ++i) gates[i] = gates_of(head, i);
-    std::fill_n(s_.v_new + rows * columns(), (kFoldRows - rows) * columns(), 0.0f);
+    fold_rows(prepare, 0, rows, gates, in, out);
+  }
+  /// Nothing is loaded behind them any more.
+  void fold_rows(const PrepareArgs& prepare, int64_t first, int64_t rows, const char* const* gates,
+                 const StateRef& in, const StateRef& out) {
+    if (rows < kFoldRows)
+      std::fill_n(s_.v_new + (first + rows) * columns(), (kFoldRows - rows) * columns(), 0.0f);
     TailFold fold;
-    fold.k = s_.k;
+    fold.k = s_.k + first * kRowStride;
     fold.g = gates;
-    fold.v_new = s_.v_new;
+    fold.v_new = s_.v_new + first * columns();
     fold.rows = static_cast<int>(rows);
     fold.value_dim = static_cast<int>(p_.value_dim);
     fold.state_in = in.data;
@@ -239,7 +300,7 @@ class Sequence : public TailSequence<Sequence> {
   void load_row(int64_t head, int64_t i, int64_t count, const PrepareArgs& prepare) {
     if (i + kRowsAhead < count) ask_row(head, i + kRowsAhead);
     tail_kernels_.key(prepare, key_of(i), s_.k + i * kRowStride);
-    kernels_.load_row(v_new_of(head, i), DType::kFloat32, static_cast<int>(p_.value_dim),
+    kernels_.load_row(v_new_of(head, i), tail_.v_new.dtype, static_cast<int>(p_.value_dim),
                       static_cast<int>(columns()), s_.v_new + i * columns());
   }
 
@@ -250,7 +311,7 @@ class Sequence : public TailSequence<Sequence> {
     };
     ask(key_of(i), p_.key_dim * dtype_size(tail_.k.dtype));
     ask(gates_of(head, i), has_head_gate(p_) ? 1 : p_.key_dim * dtype_size(tail_.g.dtype));
-    ask(v_new_of(head, i), p_.value_dim * dtype_size(DType::kFloat32));
+    ask(v_new_of(head, i), p_.value_dim * dtype_size(tail_.v_new.dtype));
   }
 
   /// The boundary state, to be asked for while rows are made; nothing where it has gaps.

@@ -104,6 +104,8 @@ struct TailKernels {
   float (*beta)(const PrepareArgs& args, int token);
   /// exp(g) of a row of raw gates.
   void (*decay)(const PrepareArgs& args, const char* gates, float* a, Ahead* ahead);
+  /// g of a row of raw gates.
+  void (*log_decay)(const PrepareArgs& args, const char* gates, float* g);
   void (*scores)(const TailScores& args);
   void (*read_kv)(const TailRead& args);
   void (*read_vk)(const TailRead& args);

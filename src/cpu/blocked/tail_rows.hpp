@@ -63,6 +63,14 @@ static void tail_decay(const PrepareArgs& args, const char* gates, float* a, Ahe
   }
 }
 
+static void tail_log_decay(const PrepareArgs& args, const char* gates, float* g) {
+  const PrepareArgs row = with_gates(args, gates);
+  const F factor = set1(args.gate_factor);
+  const F bound = set1(args.lower_bound);
+  for (int d = 0; d < padded_keys(args.key_dim); d += kWidth)
+    store(g + d, load_log_decay(row, 0, d, factor, bound));
+}
+
 /// The product of decays runs from the newest row to the oldest, so that it is 0 in front of a
 /// decay of 0.
 static void tail_scores(const TailScores& s) {

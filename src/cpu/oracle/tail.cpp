@@ -2,6 +2,7 @@
 #include "cpu/oracle/tail.hpp"
 
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "core/convert.hpp"
@@ -46,6 +47,26 @@ class Sequence : public TailSequence<Sequence> {
     }
   }
 
+  void ring_head(int64_t token, bool flush, int64_t head) {
+    const int64_t position = at().position;
+    const Span span{token, token + 1};
+    const HeadResult result = run_head(p_, t_, span, head, state_before(head, position));
+    store_outputs(call_, span, head, result.o);
+    if (flush)
+      return store_state(p_, *p_.initial_state, t_.initial_state, at().slot, head,
+                         result.state.data());
+    Vector k = values(p_.k, at_bytes(t_.k, p_.k, row_offset(p_, p_.k, token, q_head_)), p_.key_dim);
+    if (p_.qk_l2norm) l2_normalize(k);
+    const auto put = [&](const TensorDesc& desc, void* base, int64_t of_head, const Vector& x) {
+      void* to = row(desc, base, of_head, position);
+      for (std::size_t i = 0; i < x.size(); ++i)
+        store_double(to, desc.dtype, static_cast<int64_t>(i), x[i]);
+    };
+    put(tail_.k, t_.tail.k, q_head_, k),
+        put(tail_.g, t_.tail.g, head, log_decay(p_, t_, token, head));
+    put(tail_.v_new, t_.tail.v_new, head, result.v_new);
+  }
+
   void zero_outputs(int64_t begin, int64_t end, int64_t head) {
     store_outputs(call_, {begin, end}, head,
                   Vector(static_cast<std::size_t>((end - begin) * p_.value_dim)));
@@ -54,21 +75,23 @@ class Sequence : public TailSequence<Sequence> {
  private:
   Vector ring_row(const TensorDesc& desc, const void* base, int64_t head, int64_t position,
                   int64_t size) const {
-    const void* first = row(desc, base, head, position);
-    Vector values;
+    return values(desc, row(desc, base, head, position), size);
+  }
+  static Vector values(const TensorDesc& desc, const void* first, int64_t size) {
+    Vector x;
     for (int64_t i = 0; i < size; ++i)
-      values.push_back(load_double(first, desc.dtype, desc.strides[3] == 0 ? 0 : i));
-    return values;
+      x.push_back(load_double(first, desc.dtype, desc.strides[3] == 0 ? 0 : i));
+    return x;
   }
 
   Vector key(int64_t position) const {
     Vector k = ring_row(tail_.k, t_.tail.k, q_head_, position, p_.key_dim);
-    if (p_.qk_l2norm) l2_normalize(k);
+    if (p_.qk_l2norm && !tail_.ring) l2_normalize(k);
     return k;
   }
   void decay(int64_t head, int64_t position, Vector* S) const {
-    const Vector g =
-        log_decay(p_, t_, ring_row(tail_.g, t_.tail.g, head, position, p_.key_dim), head);
+    Vector g = ring_row(tail_.g, t_.tail.g, head, position, p_.key_dim);
+    if (!tail_.ring) g = log_decay(p_, t_, std::move(g), head);
     const auto V = static_cast<std::size_t>(p_.value_dim);
     for (std::size_t i = 0; i < S->size(); ++i) (*S)[i] *= std::exp(g[i / V]);
   }

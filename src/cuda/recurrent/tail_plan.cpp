@@ -55,6 +55,21 @@ std::string too_large(const registry::Request& request, int64_t bytes, const std
              " bytes of shared memory, ", request.device.name, " has ", most);
 }
 
+/// Its kernel has one size, in the layout of the engine that keeps rings.
+std::string decline_ring(const registry::Request& request) {
+  const Problem& p = request.problem;
+  const TensorDesc& states = p.initial_state->tensor;
+  const auto& strides = states.strides;
+  if (p.key_dim != tail::kRingDim || p.value_dim != tail::kRingDim)
+    return cat("a ring is for K = V = ", tail::kRingDim, " there, got K = ", p.key_dim,
+               ", V = ", p.value_dim);
+  if (p.state_layout != StateLayout::kVK) return "a ring is for states [V, K] there, got [K, V]";
+  if (strides[2] != p.key_dim || strides[0] % 4 != 0 || strides[1] % 4 != 0 ||
+      states.alignment < 4 * dtype_size(states.dtype))
+    return "a ring is for states without gaps, at multiples of 4 numbers, there";
+  return too_large(request, tail::ring_bytes(p.tail->rows), " of a ring");
+}
+
 std::string decline_forward(const registry::Request& request) {
   const Problem& p = request.problem;
   return too_large(request,
@@ -95,6 +110,7 @@ void plan_forward(plan::PlanBuilder& builder, const Plan& inner) {
 /// Accepted rows move before the decode; keys that value heads share follow behind it.
 void plan_tail_decode(plan::PlanBuilder& builder) {
   const Problem& p = builder.problem();
+  if (p.tail->ring) return builder.kernel("decode", "ring");
   if (p.tail->accepted_columns > 0) {
     builder.kernel("decode", "move_accepted");
     builder.book(block::kWrongAccepted, static_cast<std::size_t>(p.num_sequences), sizeof(int32_t));
@@ -106,6 +122,7 @@ void plan_tail_decode(plan::PlanBuilder& builder) {
 
 std::string decline_tail_decode(const registry::Request& request) {
   const Problem& p = request.problem;
+  if (p.tail->ring) return decline_ring(request);
   const int64_t tokens = tail_tokens(p, request.cu_seqlens);
   const bool unknown = p.cu_seqlens && request.cu_seqlens.empty();
   return too_large(request, tail::shared_bytes(p.tail->rows, tokens, p.key_dim, p.value_dim),

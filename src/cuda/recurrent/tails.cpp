@@ -5,7 +5,7 @@
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
-#include "cuda/decode/tail/tail.hpp"
+#include "cuda/decode/tail/ring.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/head_bias.hpp"
 #include "cuda/launch/views.hpp"
@@ -152,7 +152,16 @@ Status append(const stage::Call& inner, const tail::EndsArgs& ends, int64_t pack
 
 }  // namespace
 
+/// A ring lies as a tail does; it has no `folded`.
+Status ring_decode(const stage::Call& call, const DecodeArgs& base, const Launch& where) {
+  const TailDesc& desc = *call.problem.tail;
+  tail::RingArgs args{tail_args(call, base)};
+  if (desc.flush) args.flush = call.tensors.tail.flush;
+  return launch_ring_decode(args, where);
+}
+
 Status tail_decode(const stage::Call& call, const DecodeArgs& base, const Launch& where) {
+  if (has_ring(call.problem)) return ring_decode(call, base, where);
   const tail::TailArgs args = tail_args(call, base);
   if (args.accepted) KDA_RETURN_IF_ERROR(launch_move_accepted(args, where));
   return launch_rows(args, where);

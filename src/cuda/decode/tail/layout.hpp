@@ -58,4 +58,26 @@ inline int64_t shared_bytes(int64_t sure, int64_t tokens, int64_t K, int64_t V) 
                  .floats();
 }
 
+// ---- a ring (ring.hpp)
+
+constexpr int kRingDim = 128;  // K and V, and threads of a block
+constexpr int kRingWarps = kRingDim / 32;
+constexpr int kRingSide = 16;  // rows that are read side by side
+
+/// Arrays of floats of a ring of R rows: keys, v_new where they are folded, vectors, scores.
+struct RingLayout {
+  int32_t rows;
+
+  static constexpr int kVectors = 7;
+  KDA_HOST_DEVICE_INLINE int32_t v_new() const { return rows * kRingDim; }
+  KDA_HOST_DEVICE_INLINE int32_t vector(int i) const { return v_new() + (rows + i) * kRingDim; }
+  KDA_HOST_DEVICE_INLINE int32_t scores() const { return vector(kVectors); }
+  KDA_HOST_DEVICE_INLINE int32_t own() const { return scores() + 2 * rows; }
+  KDA_HOST_DEVICE_INLINE int32_t floats() const { return own() + 4; }
+};
+
+inline int64_t ring_bytes(int64_t rows) {
+  return 4 * int64_t{RingLayout{static_cast<int32_t>(rows)}.floats()};
+}
+
 }  // namespace kda::cuda::tail
