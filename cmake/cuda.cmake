@@ -38,6 +38,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/decode/tail/planes.cu
   src/cuda/decode/tail/ring.cu
   src/cuda/decode/tail/tail.cu
+  src/cuda/decode/tail/verify.cu
   src/cuda/recurrent/head_gates.cu
   src/cuda/layer/fused_decode.cu
   src/cuda/layer/gated_rms_norm.cu

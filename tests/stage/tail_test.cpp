@@ -242,12 +242,20 @@ void expect_same_bits_for_every_cut(const std::string& backend, StateLayout layo
   World steps(layout, states, sizes);
   steps.backend = backend;
   const std::vector<float> expected = play(&steps, repeated(65, {kStep, 1}));
-  const std::vector<std::vector<Piece>> cuts = {
+  std::vector<std::vector<Piece>> cuts = {
       {{kPrefill, 65}},
       {{kPrefill, 7}, {kPrefill, 20}, {kStep, 1}, {kPrefill, 5}, {kPrefill, 32}},
       repeated(65, {kStep, 1, 4}),
       // Drafts up to a boundary.
       {{kPrefill, 27}, {kStep, 5}, {kStep, 3, 2}, {kPrefill, 11}, {kStep, 2, 3}, {kPrefill, 17}}};
+  if (sizes.rows == kManyRows)  // several batches of tokens, full ones and others
+    cuts.push_back({{kStep, 16, 16},
+                    {kStep, 9, 8},
+                    {kStep, 7, 3},
+                    {kStep, 3},
+                    {kStep, 13},
+                    {kStep, 16, 6},
+                    {kStep, 1, 2}});
   for (const std::vector<Piece>& cut : cuts) {
     // A GPU has other roundings in front of a boundary: PrefillsOnAGpuEndInTailsAsOnACpu.
     if (test::on_cuda() && cut[0].operation == kPrefill) continue;
@@ -324,7 +332,8 @@ TEST(Tail, CutsOfSizesWithoutAFastKernelHaveTheSameBits) {
 
 TEST(Tail, FastKernelsHaveTheSameBitsForEveryCut) {
   using check::Regime;
-  const Sizes wide{128, 128, DType::kBFloat16, Regime::kTrained};
+  const Sizes wide{128, 128, DType::kBFloat16, Regime::kTrained, false, kManyRows};
+  const Sizes wide_gate{128, 128, DType::kBFloat16, Regime::kSoftplus, true, kManyRows};
   const Sizes narrow{64, 64, DType::kFloat16, Regime::kTrainedSoftplus};
   const Sizes one_gate{64, 64, DType::kBFloat16, Regime::kSoftplus, true};
   const struct {
@@ -335,6 +344,8 @@ TEST(Tail, FastKernelsHaveTheSameBitsForEveryCut) {
                {StateLayout::kVK, DType::kBFloat16, narrow},
                {StateLayout::kKV, DType::kBFloat16, one_gate},
                {StateLayout::kVK, DType::kFloat32, one_gate},
+               {StateLayout::kVK, DType::kFloat32, wide_gate},
+               {StateLayout::kVK, DType::kBFloat16, wide},
                {StateLayout::kKV, kSplit, wide},
                {StateLayout::kVK, kSplit, narrow}};
   for (const std::string& backend : backends_with_tails())
@@ -505,10 +516,12 @@ TEST(Tail, VerifiesOf32Rows) {
   const std::vector<int32_t> path = {0, 2, 6, 14, 30};
   const Sizes odd{20, 16, DType::kFloat32, check::Regime::kTrained, false, kManyRows};
   const Sizes fast{64, 64, DType::kBFloat16, check::Regime::kTrained, false, kManyRows};
+  const Sizes wide{128, 128, DType::kBFloat16, check::Regime::kTrained, false, kManyRows};
   for (const std::string& backend : backends_with_tails()) {
     expect_verifies_of_32_rows(backend, DType::kFloat32, odd, {}, chain);
     expect_verifies_of_32_rows(backend, DType::kFloat32, odd, tree, path);
     expect_verifies_of_32_rows(backend, DType::kFloat32, fast, tree, path);
+    expect_verifies_of_32_rows(backend, DType::kFloat32, wide, tree, path);
     expect_verifies_of_32_rows(backend, kSplit, fast, {}, chain);
   }
 }

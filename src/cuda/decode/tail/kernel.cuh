@@ -149,6 +149,35 @@ __device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, 
   rows.write_own(query, rows.with_state(in_batch, true));
 }
 
+/// Numbers that v_new and o of a token take beside sums and v, in every column.
+struct Factors {
+  float of_key;  ///< normalises the key
+  float2 of_q;   ///< Rows::query_factors()
+  float beta;
+};
+
+template <class Rows>
+__device__ __forceinline__ Factors factors_of(const Rows& rows, int token) {
+  return {rows.key_factor(rows.sure() + token), rows.query_factors(token), rows.beta(token)};
+}
+
+/// v_new and o of a token from S^T k and S^T q in front of it, in a column.
+template <bool kMayBeSplit, class Rows>
+__device__ __forceinline__ void write_token(const Rows& rows, const Factors& factors, int column,
+                                            int token, float with_k, float with_q) {
+  const TailArgs& a = rows.a;
+  const int x = rows.sure() + token;
+  const float v_new = factors.beta * (rows.value(token, column) - factors.of_key * with_k);
+  const float o =
+      a.gate.scale * factors.of_q.x * fmaf(factors.of_q.y, factors.of_key * v_new, with_q);
+  const RowView& view = a.tail_v_new;
+  static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column] = v_new;
+  rows.v_new(x)[column] = v_new;
+  if constexpr (kMayBeSplit)
+    if (a.rest.base) rows.append_value(token, column);
+  store_element(a.o.base, a.o.type, rows.token_at(a.o, rows.unit.head, token) + column, o);
+}
+
 /// v_new of a token and its output, of the lane's column.
 template <bool kMayBeSplit, class Rows>
 __device__ __forceinline__ void solve(const Rows& rows, const Path& path, int column, int token,
@@ -156,8 +185,8 @@ __device__ __forceinline__ void solve(const Rows& rows, const Path& path, int co
   const TailArgs& a = rows.a;
   const int x = path.sure + token;
   const float2* scores = rows.scores(in_batch);
-  float with_k = rows.product(in_batch, false)[column];
-  float with_q = rows.product(in_batch, true)[column];
+  float with_k = rows.product(token - in_batch, in_batch, false)[column];
+  float with_q = rows.product(token - in_batch, in_batch, true)[column];
 #pragma unroll 2
   for (int at = path.before(x); at >= path.first; at = path.before(at)) {
     const float2 score = *scores++;
@@ -165,16 +194,7 @@ __device__ __forceinline__ void solve(const Rows& rows, const Path& path, int co
     with_k = fmaf(score.x, v_new, with_k), with_q = fmaf(score.y, v_new, with_q);
   }
   if (column >= a.shape.V) return;
-  const float factor = rows.key_factor(x);
-  const float2 of_q = rows.query_factors(token);
-  const float v_new = rows.beta(token) * (rows.value(token, column) - factor * with_k);
-  const float o = a.gate.scale * of_q.x * fmaf(of_q.y, factor * v_new, with_q);
-  const RowView& view = a.tail_v_new;
-  static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column] = v_new;
-  rows.v_new(x)[column] = v_new;
-  if constexpr (kMayBeSplit)
-    if (a.rest.base) rows.append_value(token, column);
-  store_element(a.o.base, a.o.type, rows.token_at(a.o, rows.unit.head, token) + column, o);
+  write_token<kMayBeSplit>(rows, factors_of(rows, token), column, token, with_k, with_q);
 }
 
 /// Where S_0 lies, and before rows are folded into it.
@@ -196,8 +216,8 @@ __device__ __forceinline__ void go_behind_split_fold(const TailArgs& a, int64_t 
   start->folded = target, start->source = start->slot;
 }
 
-/// Folds rows [0, target), in groups, into the columns of a tile, and writes them. Patches in pairs
-/// share what they read of v_new.
+/// Folds rows [0, target), in groups, into patches [begin, end) of the columns of a tile, and
+/// writes them. Patches in pairs share what they read of v_new.
 template <class Tile, class Rows>
 __device__ __forceinline__ void fold_state(const Rows& rows, const Tile& tile, const State& state,
                                            int target) {
@@ -216,11 +236,11 @@ __device__ __forceinline__ void fold_state(const Rows& rows, const Tile& tile, c
   }
 }
 
-/// Products of S_0 in the columns of a tile with `count` tokens of the batch from the `first` on,
-/// but no more than two.
+/// Products of S_0 in the columns of a tile with `count` tokens from the `first` on of the batch at
+/// `token`, but no more than two.
 template <class Tile, class Rows>
 __device__ __forceinline__ void multiply_state(const Rows& rows, const Tile& tile, int64_t slot,
-                                               int first, int count) {
+                                               int token, int first, int count) {
   float sums[4][4] = {};  // with k and q, of the first token and of the second
   const int64_t from = tile.place(slot);
 #pragma unroll 4
@@ -233,7 +253,7 @@ __device__ __forceinline__ void multiply_state(const Rows& rows, const Tile& til
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    if (i < 2 * count) tile.store_sums(sums[i], rows.product(first + i / 2, i % 2));
+    if (i < 2 * count) tile.store_sums(sums[i], rows.product(token, first + i / 2, i % 2));
 }
 
 __device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
@@ -300,6 +320,48 @@ __device__ __noinline__ inline void zero_outputs(const TailArgs& a, Unit unit, T
     decode::zero_rows<32>(a, unit, tokens, end, column);
 }
 
+/// A head of a sequence, which a block has.
+struct Task {
+  Unit unit;
+  TokenRange tokens;
+  int count;  ///< of those that are computed
+  Start start;
+};
+
+/// Waits for the kernel in front, and finds the block's head. False: there is nothing to do for it,
+/// or the block has written flags.
+template <bool kMayBeSplit>
+__device__ __forceinline__ bool find_task(const TailArgs& a, Task* task) {
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+  const unsigned of_flags = a.flags ? 1 : 0;  // the first block: it may take longest
+  if (blockIdx.x < of_flags) {
+    write_flags(a);
+    return false;
+  }
+  task->unit = unit_of(a, blockIdx.x - of_flags);
+  const Unit& unit = task->unit;
+  task->tokens = decode::tokens_of(a, unit.n);
+  task->count = num_computed(a, unit.n, task->tokens);
+  task->start = place_of(a, unit.n);
+  read_folded(a, unit.n, unit.head, &task->start);
+  if (task->start.skip || task->count < 0) {
+    if (a.zero_skipped) zero_outputs(a, unit, task->tokens, task->tokens.begin);
+    return false;
+  }
+  if constexpr (kMayBeSplit) go_behind_split_fold(a, unit.n, &task->start);
+  return true;
+}
+
+/// Writes where S_0 stands now, and zeros behind the tokens.
+__device__ __forceinline__ void finish_task(const TailArgs& a, const Task& task) {
+  const Unit& unit = task.unit;
+  if (threadIdx.x == 0)
+    *folded_word(a, task.start.slot, unit.head) =
+        a.boundaries ? a.boundaries[unit.n] : fold_target(a, unit.n, task.start);
+  if (a.zero_skipped) zero_outputs(a, unit, task.tokens, task.tokens.begin + task.count);
+}
+
 /// Scores of a batch of tokens from `token` on: a warp has a few tokens, or several have one. The
 /// block meets behind.
 template <class Rows>
@@ -338,7 +400,7 @@ __device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, 
 #pragma unroll 1
       for (int c = 0; c < kWarpColumns; c += Columns::kColumns) {
         const Columns tile(a.initial, a.shape, rows.unit.head, column0 + c);
-        multiply_state(rows, tile, state.to, t, count - t);
+        multiply_state(rows, tile, state.to, token, t, count - t);
       }
     }
     __syncwarp();
@@ -361,28 +423,13 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
     tail_kernel(const __grid_constant__ TailArgs a) {
   constexpr bool kDense = kAccess != Access::kScalar;
   using Columns = Tile<kK, kAccess, kPacked>;
-  ptx::griddepcontrol_wait();
-  ptx::griddepcontrol_launch_dependents();
-  const unsigned of_flags = a.flags ? 1 : 0;  // the first block: it may take longest
-  if (blockIdx.x < of_flags) return write_flags(a);
-  const Unit unit = unit_of(a, blockIdx.x - of_flags);
-  const TokenRange tokens = decode::tokens_of(a, unit.n);
-  const int count = num_computed(a, unit.n, tokens);
-  Start start = place_of(a, unit.n);
-  read_folded(a, unit.n, unit.head, &start);
-  if (start.skip || count < 0) {
-    if (a.zero_skipped) zero_outputs(a, unit, tokens, tokens.begin);
-    return;
-  }
-  if constexpr (Columns::kMayBeSplit) go_behind_split_fold(a, unit.n, &start);
-  Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
+  Task task;
+  if (!find_task<Columns::kMayBeSplit>(a, &task)) return;
+  Rows<kK, kDense> rows(a, task.unit, task.start, task.tokens.begin, task.count);
   const Path path = make_rows(&rows);
   run_columns<Columns>(rows, path, rows.warp * kWarpColumns);
   rows.template append_of_heads<Columns::kMayBeSplit>();
-  if (threadIdx.x == 0)
-    *folded_word(a, start.slot, unit.head) =
-        a.boundaries ? a.boundaries[unit.n] : fold_target(a, unit.n, start);
-  if (a.zero_skipped) zero_outputs(a, unit, tokens, tokens.begin + count);
+  finish_task(a, task);
 }
 
 }  // namespace kda::cuda::tail

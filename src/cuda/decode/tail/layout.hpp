@@ -24,10 +24,14 @@ struct Layout {
   int32_t rows = 0;     ///< of the tail and of the tokens behind it
   int32_t tokens = 0;
   int32_t batch = 0;  ///< of tokens
+  /// Whether S_0^T k and S_0^T q have room of their own, not that of v_new to come and of q.
+  bool products_apart = true;
 
   /// `keys`: as channels_of() has them.
-  KDA_HOST_DEVICE_INLINE static Layout of(int32_t sure, int32_t tokens, int32_t keys, int32_t V) {
-    return {keys, (V + 31) / 32 * 32, sure + tokens, tokens, tokens < kBatch ? tokens : kBatch};
+  KDA_HOST_DEVICE_INLINE static Layout of(int32_t sure, int32_t tokens, int32_t keys, int32_t V,
+                                          bool products_apart = true) {
+    const int32_t batch = tokens < kBatch ? tokens : kBatch;
+    return {keys, (V + 31) / 32 * 32, sure + tokens, tokens, batch, products_apart};
   }
   KDA_HOST_DEVICE_INLINE int32_t parts() const { return keys / kPart; }
   KDA_HOST_DEVICE_INLINE int32_t decays() const { return rows * keys; }
@@ -36,10 +40,12 @@ struct Layout {
   KDA_HOST_DEVICE_INLINE int32_t v() const { return q() + tokens * keys; }
   /// k and q of a token of the batch, as they meet S_0.
   KDA_HOST_DEVICE_INLINE int32_t with_state() const { return v() + tokens * columns; }
-  /// S_0^T k and S_0^T q likewise.
+  /// S_0^T k and S_0^T q likewise, where they are apart.
   KDA_HOST_DEVICE_INLINE int32_t products() const { return with_state() + batch * 2 * keys; }
   /// Scores of a token of the batch with the rows in front of it, newest first: of k and of q.
-  KDA_HOST_DEVICE_INLINE int32_t scores() const { return products() + batch * 2 * columns; }
+  KDA_HOST_DEVICE_INLINE int32_t scores() const {
+    return products() + (products_apart ? batch * 2 * columns : 0);
+  }
   /// Squares of keys; of rows that are not dense a sum a part.
   KDA_HOST_DEVICE_INLINE int32_t squares() const {
     return scores() + batch * 2 * (rows + rows % 2);
@@ -52,9 +58,10 @@ struct Layout {
 };
 
 /// Shared memory of a block, in bytes, for at most so many rows in front of the tokens.
-inline int64_t shared_bytes(int64_t sure, int64_t tokens, int64_t K, int64_t V) {
+inline int64_t shared_bytes(int64_t sure, int64_t tokens, int64_t K, int64_t V,
+                            bool products_apart = true) {
   return 4 * Layout::of(static_cast<int32_t>(sure), static_cast<int32_t>(tokens), channels_of(K),
-                        static_cast<int32_t>(V))
+                        static_cast<int32_t>(V), products_apart)
                  .floats();
 }
 

@@ -62,8 +62,8 @@ struct RawVector {
 /// kDense: K = V = kK, and rows of whole vectors. Those of values and queries lie in shared memory
 /// as they came in. load() only asks for rows, make() waits, and the block meets behind it. All
 /// keys and gates are then on their way, where their floats will be, each to the warp that makes
-/// it.
-template <int kK, bool kDense>
+/// it. kApart: Layout::products_apart.
+template <int kK, bool kDense, bool kApart = true>
 struct Rows {
   static constexpr int kKeys = kK;
   static constexpr bool kIsDense = kDense;
@@ -94,7 +94,7 @@ struct Rows {
         warp(static_cast<int>(threadIdx.x) / 32),
         warps(static_cast<int>(blockDim.x) / 32),
         layout(Layout::of(args.most_sure, args.most_tokens, kDense ? kK : channels_of(args.shape.K),
-                          kDense ? kK : args.shape.V)),
+                          kDense ? kK : args.shape.V, kApart)),
         shared(reinterpret_cast<float*>(ptx::dynamic_shared())),
         first_row(
             static_cast<int>(static_cast<uint32_t>(at.folded) % static_cast<uint32_t>(args.rows))) {
@@ -114,8 +114,12 @@ struct Rows {
   __device__ float* with_state(int in_batch, bool of_q) const {
     return shared + layout.with_state() + (2 * in_batch + (of_q ? 1 : 0)) * keys();
   }
-  /// S_0^T of that, a number a column.
-  __device__ float* product(int in_batch, bool of_q) const {
+  /// S_0^T of that, a number a column. Where it has no room of its own it takes that of v_new,
+  /// which is made of it, and of q, which has been read. The batch begins at `token`.
+  __device__ float* product(int token, int in_batch, bool of_q) const {
+    if constexpr (!kApart)
+      return of_q ? shared + layout.q() + (token + in_batch) * kK
+                  : v_new(sure() + token + in_batch);
     return shared + layout.products() + (2 * in_batch + (of_q ? 1 : 0)) * columns();
   }
   /// Scores of a token of the batch with the rows in front of it, newest first, of k and of q.

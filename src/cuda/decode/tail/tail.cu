@@ -6,6 +6,9 @@
 namespace kda::cuda::tail {
 namespace {
 
+/// Tokens of a sequence from which on launch_verify() is faster.
+constexpr int32_t kFewestOfVerify = 3;
+
 template <int kK, Access kAccess, bool kPacked>
 Status launch_instance(const TailArgs& args, const Launch& where) {
   const int64_t tiles = (args.shape.V + kWarpColumns - 1) / kWarpColumns;
@@ -51,7 +54,9 @@ Status launch_dense(const TailArgs& args, const Launch& where) {
 Status launch_tail_decode(const TailArgs& args, const Launch& where) {
   if (args.rest.base && args.most_sure >= kTailBoundary)
     KDA_RETURN_IF_ERROR(launch_fold_split(args, where));
-  if (is_dense<128>(args)) return launch_dense<128>(args, where);
+  if (is_dense<128>(args))
+    return args.most_tokens < kFewestOfVerify || args.parents ? launch_dense<128>(args, where)
+                                                              : launch_verify(args, where);
   if (is_dense<64>(args)) return launch_dense<64>(args, where);
   return launch_instance<256, Access::kScalar, false>(args, where);
 }

@@ -80,6 +80,8 @@ Status launch_move_accepted(const TailArgs& args, const Launch& launch);
 /// Folds split states, before the decode, which writes `folded`.
 Status launch_fold_split(const TailArgs& args, const Launch& launch);
 Status launch_tail_decode(const TailArgs& args, const Launch& launch);
+/// The decode of chains of several tokens, K = V = 128, of states and rows in vectors.
+Status launch_verify(const TailArgs& args, const Launch& launch);
 /// Copies the tokens' rows of k into the tail, behind the decode.
 Status launch_append_keys(const TailArgs& args, const Launch& launch);
 
