@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -56,7 +58,11 @@ struct OnDevice {
   std::unique_ptr<check::DeviceTensors> memory;
   check::DeviceBuffer workspace;
 
-  OnDevice(const check::Inputs& inputs, const RunOptions& options = {}) : problem(inputs.problem) {
+  /// `checkpoint_offsets`: of a problem with them, one a sequence; that of sequence n goes to slot
+  /// n.
+  OnDevice(const check::Inputs& inputs, const RunOptions& options = {},
+           const std::vector<int32_t>& checkpoint_offsets = {})
+      : problem(inputs.problem) {
     if (problem.operation == Operation::kForward && !problem.final_state)
       check::want_final_state(&problem);
     outputs = check::make_outputs(&problem, options.out_dtype);
@@ -67,6 +73,10 @@ struct OnDevice {
     Tensors host = inputs.tensors();
     if (options.from_bounds) host.cu_seqlens = inputs.cu_seqlens.data();
     outputs.attach(&host);
+    std::vector<int32_t> slots(checkpoint_offsets.size());
+    std::iota(slots.begin(), slots.end(), 0);
+    if (problem.checkpoint_offsets) host.checkpoint_offsets = checkpoint_offsets.data();
+    if (problem.checkpoint_offsets) host.checkpoint_indices = slots.data();
     memory = std::make_unique<check::DeviceTensors>(plan, host);
     workspace = check::DeviceBuffer(plan.workspace_bytes);
     workspace.fill(0xff);
@@ -111,6 +121,50 @@ inline void expect_within(const check::Inputs& inputs, const RunOptions& options
   EXPECT_TRUE(comparison.within())
       << what << ": o " << (o ? o->error : 0) << " of " << (o ? o->tolerance : 0)
       << ", final state " << (state ? state->error : 0) << " of " << (state ? state->tolerance : 0);
+}
+
+/// Asks for a checkpoint a sequence at an offset, in a slot of its own.
+inline void want_checkpoints(Problem* p, DType states) {
+  p->checkpoints = StateDesc{.tensor = contiguous(states, {p->num_sequences, p->num_value_heads,
+                                                           p->key_dim, p->value_dim}),
+                             .num_slots = p->num_sequences,
+                             .indexed = true};
+  p->checkpoint_every = 16;
+  p->checkpoint_offsets = true;
+}
+inline std::size_t checkpoint_bytes(const Problem& p) {
+  return static_cast<std::size_t>(p.num_value_heads * p.key_dim * p.value_dim *
+                                  dtype_size(p.checkpoints->tensor.dtype));
+}
+/// The checkpoint of sequence n behind `offset` tokens, as the final state of these in float64 has
+/// it.
+inline void expect_checkpoint(const check::Inputs& inputs, const Plan& plan,
+                              const check::Outputs& outputs, std::size_t n, int64_t offset,
+                              const std::string& what) {
+  const Problem& whole = plan.problem;
+  check::Inputs prefix = slice(only_sequence(inputs, n), 0, offset);
+  Problem& p = prefix.problem;
+  p.checkpoints.reset();
+  p.checkpoint_every = 0;
+  p.checkpoint_offsets = false;
+  p.final_state.reset();
+  check::want_final_state(&p);
+  p.final_state->tensor.dtype = whole.checkpoints->tensor.dtype;
+  check::Outputs there = check::make_outputs(&p, whole.o.dtype);
+  const std::size_t row = outputs.o.size() / static_cast<std::size_t>(whole.num_tokens);
+  std::memcpy(there.o.data(),
+              outputs.o.data() + static_cast<std::size_t>(inputs.cu_seqlens[n]) * row,
+              there.o.size());
+  std::memcpy(there.final_state.data(), outputs.checkpoints.data() + n * checkpoint_bytes(whole),
+              checkpoint_bytes(whole));
+  const check::Comparison comparison = check::compare(prefix, p, there,
+                                                      {.marginal = check::is_marginal(inputs),
+                                                       .operands = check::operands_of(plan),
+                                                       .num_threads = oracle_threads()});
+  const auto* state = comparison.worst_final_state();
+  note(what, 0, state->error);
+  EXPECT_TRUE(comparison.within())
+      << what << ", sequence " << n << ": " << state->error << " of " << state->tolerance;
 }
 
 /// Channels that decay at paces of their own, the fastest by exp(-12) a token: in bf16 rows of

@@ -428,6 +428,30 @@ TEST_P(DeviceCutResults, HaveTheBitsOfHostLengths) {
   expect_same_bits(check::generate(some), "no initial state");
 }
 
+/// More columns of states to merge than multiprocessors: a block has several of a head, and takes
+/// its M from memory once.
+TEST_F(DeviceCut, BlocksThatMergeSeveralColumns) {
+  const struct {
+    int64_t tokens, segments;
+    int32_t sms;
+  } rows[] = {{1200, 3, 10}, {1800, 4, 15}};
+  for (const auto& row : rows) {
+    check::GenerateOptions some = test::shape16(0, 2, 64, 64);
+    some.seq_lens = {row.tokens};
+    const Inputs inputs = check::generate(some);
+    test::RunOptions where{.plan = test::with_backend("cuda.sm90.fused"),
+                           .out_dtype = DType::kBFloat16,
+                           .num_sms = row.sms};
+    const test::Result host = test::run_inputs(inputs, where);
+    where.from_bounds = true;
+    const test::Result device = test::run_inputs(inputs, where);
+    ASSERT_TRUE(device.plan.device_cut.on);
+    EXPECT_EQ(static_cast<int64_t>(host.plan.segments.size()), row.segments);
+    EXPECT_TRUE(test::same_bits(host.outputs.o, device.outputs.o)) << row.tokens;
+    EXPECT_TRUE(test::same_bits(host.outputs.final_state, device.outputs.final_state));
+  }
+}
+
 /// Two sequences, of the first of which transitions exit early.
 struct EarlyExit {
   Inputs inputs;
@@ -573,12 +597,7 @@ struct Tracked {
       : inputs(std::move(given)), offsets(std::move(at)) {
     Problem& p = inputs.problem;
     for (std::size_t n = 0; n < offsets.size(); ++n) slots.push_back(static_cast<int32_t>(n));
-    p.checkpoints = StateDesc{
-        .tensor = contiguous(states, {p.num_sequences, p.num_value_heads, p.key_dim, p.value_dim}),
-        .num_slots = p.num_sequences,
-        .indexed = true};
-    p.checkpoint_every = 16;
-    p.checkpoint_offsets = true;
+    test::want_checkpoints(&p, states);
     check::want_final_state(&p);
   }
   void run(const test::RunOptions& where) {
@@ -604,39 +623,14 @@ struct Tracked {
                   sizeof last_exit);
     }
   }
-  std::size_t bytes() const {
-    const Problem& p = inputs.problem;
-    return size(p.num_value_heads * p.key_dim * p.value_dim *
-                dtype_size(p.checkpoints->tensor.dtype));
-  }
   /// Whether slot n was left as it was.
   bool untouched(std::size_t n) const {
-    const auto* at = outputs.checkpoints.as<unsigned char>() + n * bytes();
-    return std::all_of(at, at + bytes(), [](unsigned char x) { return x == 0xff; });
+    const std::size_t bytes = test::checkpoint_bytes(inputs.problem);
+    const auto* at = outputs.checkpoints.as<unsigned char>() + n * bytes;
+    return std::all_of(at, at + bytes, [](unsigned char x) { return x == 0xff; });
   }
-  /// A checkpoint, as the final state of the tokens before it in float64 has it.
-  void expect_right(std::size_t n, const test::RunOptions& where, const std::string& what) const {
-    Inputs prefix = test::only_sequence(inputs, n);
-    prefix = test::slice(prefix, 0, offsets[n]);
-    Problem& p = prefix.problem;
-    p.final_state->tensor.dtype = p.checkpoints->tensor.dtype;
-    p.final_state->num_slots = 1;
-    p.checkpoints.reset();
-    p.checkpoint_every = 0;
-    p.checkpoint_offsets = false;
-    check::Outputs there = check::make_outputs(&p, where.out_dtype);
-    const std::size_t row = outputs.o.size() / size(inputs.problem.num_tokens);
-    std::memcpy(there.o.data(), outputs.o.data() + size(inputs.cu_seqlens[n]) * row,
-                there.o.size());
-    std::memcpy(there.final_state.data(), outputs.checkpoints.data() + n * bytes(), bytes());
-    const check::Comparison comparison = check::compare(prefix, p, there,
-                                                        {.marginal = check::is_marginal(inputs),
-                                                         .operands = check::operands_of(plan),
-                                                         .num_threads = test::oracle_threads()});
-    const auto* state = comparison.worst_final_state();
-    test::note(what, 0, state->error);
-    EXPECT_TRUE(comparison.within())
-        << what << ", sequence " << n << ": " << state->error << " of " << state->tolerance;
+  void expect_right(std::size_t n, const std::string& what) const {
+    test::expect_checkpoint(inputs, plan, outputs, n, offsets[n], what);
   }
 };
 
@@ -670,7 +664,7 @@ TEST_P(DeviceCutResults, CheckpointsAtOffsets) {
     EXPECT_TRUE(test::same_bits(host.outputs.o, device.outputs.o)) << name;
     EXPECT_TRUE(test::same_bits(host.outputs.final_state, device.outputs.final_state)) << name;
     EXPECT_TRUE(test::same_bits(host.outputs.checkpoints, device.outputs.checkpoints)) << name;
-    for (const std::size_t n : {0, 1, 3}) host.expect_right(n, where, name);
+    for (const std::size_t n : {0, 1, 3}) host.expect_right(n, name);
     EXPECT_TRUE(host.untouched(2) && host.untouched(4));
   }
 }
@@ -694,7 +688,7 @@ TEST_F(DeviceCut, CheckpointsPastAnEarlyExit) {
     where.from_bounds = false;
     EXPECT_TRUE(test::same_bits(plain.outputs.o, host.outputs.o)) << offset;
     EXPECT_TRUE(test::same_bits(host.outputs.checkpoints, device.outputs.checkpoints)) << offset;
-    for (const std::size_t n : {0, 1}) host.expect_right(n, where, cat("offset ", offset));
+    for (const std::size_t n : {0, 1}) host.expect_right(n, cat("offset ", offset));
   }
 }
 
@@ -715,7 +709,7 @@ TEST_F(DeviceCut, CheckpointsOfSegmentsThatAreAskedFor) {
     ASSERT_EQ(call.plan.resolved.segment_method, method);
     EXPECT_EQ(call.flags, 0);
     for (const std::size_t n : {0, 1})
-      call.expect_right(n, where, cat("method ", static_cast<int>(method)));
+      call.expect_right(n, cat("method ", static_cast<int>(method)));
   }
 }
 

@@ -3,6 +3,7 @@
 // both together are a forward from these states. A backward of spans likewise.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -42,10 +43,11 @@ struct Halves {
 };
 
 /// With the initial states of `inputs`, in fp32 and the kv layout, between the halves.
-Halves run_in_halves(const Inputs& inputs, const PlanOptions& plan, DType out_dtype) {
+Halves run_in_halves(const Inputs& inputs, const PlanOptions& plan, DType out_dtype,
+                     const std::vector<int32_t>& checkpoint_offsets = {}) {
   Inputs stateless = inputs;
   stateless.problem.initial_state = std::nullopt;
-  test::OnDevice call(stateless, {.plan = plan, .out_dtype = out_dtype});
+  test::OnDevice call(stateless, {.plan = plan, .out_dtype = out_dtype}, checkpoint_offsets);
   const Problem& p = call.problem;
   const auto states = static_cast<std::size_t>(p.num_sequences * p.num_value_heads * p.key_dim);
   check::DeviceBuffer M(states * static_cast<std::size_t>(p.key_dim) * sizeof(float));
@@ -127,6 +129,35 @@ TEST_F(SpanHalves, EveryRegime) {
   for (const auto regime : {check::Regime::kLog, check::Regime::kSlow, check::Regime::kSoftplus,
                             check::Regime::kTrainedSoftplus})
     expect_forward(packed(128, DType::kBFloat16, regime), 2, check::regime_name(regime));
+}
+
+/// Of spans too a checkpoint follows from M and B up to its offset, whichever segment it lies in,
+/// and moves no bit of a call without one.
+TEST_F(SpanHalves, CheckpointsAtOffsets) {
+  std::size_t turn = 0;
+  for (const int64_t segments : {0, 3})
+    for (const int64_t K : test::in_turn<int64_t>(turn++, {64, 128})) {
+      const std::string what = "K " + std::to_string(K) + ", segments " + std::to_string(segments);
+      Inputs inputs = packed(K, DType::kBFloat16, check::Regime::kTrained);
+      const Halves plain = run_in_halves(inputs, cut_in(segments), DType::kBFloat16);
+      const auto length = static_cast<int32_t>(inputs.cu_seqlens[1]);
+      test::want_checkpoints(&inputs.problem, DType::kFloat32);
+      for (const std::vector<int32_t>& offsets : test::in_turn<std::vector<int32_t>>(
+               0, {{length / 16 * 16, 0, 0, 48, 64}, {64, 0, -16, 64, 16}})) {
+        const Halves halves = run_in_halves(inputs, cut_in(segments), DType::kBFloat16, offsets);
+        EXPECT_TRUE(test::same_bits(halves.result.outputs.o, plain.result.outputs.o)) << what;
+        EXPECT_EQ(halves.M, plain.M);
+        EXPECT_EQ(halves.B, plain.B);
+        for (const std::size_t n : {0, 3, 4})
+          test::expect_checkpoint(inputs, halves.result.plan, halves.result.outputs, n, offsets[n],
+                                  what);
+        const std::size_t bytes = test::checkpoint_bytes(halves.result.problem);
+        const auto* at = halves.result.outputs.checkpoints.as<unsigned char>();
+        EXPECT_TRUE(std::all_of(at + bytes, at + 3 * bytes, [](unsigned char x) {
+          return x == 0xff;
+        })) << what;
+      }
+    }
 }
 
 /// The first of two heads has strong gates; the transitions of the other one run on.
