@@ -137,16 +137,17 @@ def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc
 
 
 def _tracked(q, k, v, g, beta, pool, slots, cu_seqlens, track_state, chunk, **modes):
-    """extend, with the fp32 state in front of chunk[n] of sequence n in track_state[n], where that is not negative."""
-    has_slot, at_start = slots >= FIRST_SLOT, chunk == 0
-    wide = lambda mask: mask[:, None, None, None]
+    """extend, with the fp32 state in front of chunk[n] of sequence n in track_state[n], where that is not negative and
+    the sequence has a slot. Each small kernel takes about two microseconds of a GPU: hence so few."""
+    has_slot = slots >= FIRST_SLOT
+    chunk = torch.where(has_slot, chunk, -1)
+    at_start = chunk == 0
     # In front of chunk 0 is the state that a sequence starts from; its slot will hold another one.
-    first = pool[torch.where(has_slot & at_start, slots, 0).long()].float()
-    rows = torch.arange(len(slots), device=slots.device)
+    first = pool.index_select(0, torch.where(at_start, slots, 0)).float()
     o = serving.prefill(q, k, v, g, beta, pool, torch.where(has_slot, slots, -1), cu_seqlens=cu_seqlens,
                         checkpoints=track_state, checkpoint_offsets=chunk * _CHUNK, checkpoint_every=_CHUNK,
-                        checkpoint_slots=torch.where(has_slot, rows, -1), **modes)
-    torch.where(wide(at_start), torch.where(wide(has_slot), first, 0), track_state, out=track_state)
+                        checkpoint_slots=_numbers(len(slots), slots.device), **modes)
+    torch.where(at_start[:, None, None, None], first, track_state, out=track_state)
     return o
 
 
