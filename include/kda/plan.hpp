@@ -118,6 +118,10 @@ struct Segment {
 struct DeviceCut {
   bool on = false;          ///< false: sequences run whole, whatever their lengths
   int64_t most_behind = 0;  ///< segments behind the first ones of their sequences, of all sequences
+  /// The cut where one sequence has all tokens, which the kernel need not search for: chunks of its
+  /// first segment (0: as the others) and of the others (0: it stays whole, or is searched for).
+  int64_t first_chunks = 0, segment_chunks = 0;
+  bool early_exit = false;  ///< of that cut, where transitions fit
 };
 
 /// An implementation that was considered: chosen, or declined with a reason.

@@ -61,8 +61,12 @@ class PlanBuilder {
   /// Runs sequences whole after all.
   void drop_segments();
   void set_segment_method(SegmentMethod method) { plan_->resolved.segment_method = method; }
-  /// Lets a kernel of the call cut, into so many segments behind first ones at most.
-  void cut_on_device(int64_t most_behind) { plan_->device_cut = {true, most_behind}; }
+  /// Lets a kernel of the call cut, into so many segments behind first ones at most. `whole`: the
+  /// cut where one sequence has all tokens, if the kernel takes it.
+  void cut_on_device(int64_t most_behind, const Partition& whole = {}) {
+    plan_->device_cut = {true, most_behind, whole.first_chunks, whole.on ? whole.segment_chunks : 0,
+                         whole.early_exit};
+  }
   void set_early_exit(bool on) { plan_->early_exit = on; }
   void set_intra_form(IntraForm form) { plan_->resolved.intra_form = form; }
   void set_keep(KeepPolicy keep) { plan_->resolved.keep = keep; }

@@ -280,6 +280,14 @@ std::string decline_device_cut(const Plan& plan) {
   return {};
 }
 
+/// The cut where one sequence has all tokens.
+plan::Partition whole_cut(const Plan& plan) {
+  const Problem& p = plan.problem;
+  CostEstimate unused;
+  return auto_partition(plan::workload_of(p, std::vector{int64_t{0}, p.num_tokens}, plan.device),
+                        plan.device, check_tokens_of(p), &unused);
+}
+
 /// Lets the device cut, with room for all that it may cut.
 void cut_on_device(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
@@ -287,7 +295,8 @@ void cut_on_device(plan::PlanBuilder& builder) {
   const std::string declined = decline_device_cut(plan);
   if (!declined.empty()) return builder.reason(declined);
   const int64_t behind = model_from_bounds(plan.problem, plan.device, 0).most_behind;
-  builder.cut_on_device(behind);
+  builder.cut_on_device(behind,
+                        plan.problem.num_sequences == 1 ? whole_cut(plan) : plan::Partition());
   builder.reason(cat("auto: a kernel cuts where that is predicted to gain, at most ", behind,
                      " segments behind first ones"));
 }

@@ -5,8 +5,8 @@
 //               best; then every warp walks over the numbers, as best_partition() does
 //   offsets     segments before each sequence
 //   units       a thread a work unit
-// Where there is one sequence, it is guessed that it has all tokens: it is cut while its length is
-// on its way, and once more if that was wrong.
+// Where there is one sequence, it is guessed that it has all tokens: the plan has that cut. Nothing
+// is searched then, and nothing waits for the length; if it was wrong, all is done once more.
 //
 // Compiled without contraction of products and sums, as the planner is: times are compared, and the
 // cut has to be the planner's. Nothing hides the latency of one block: so it counts in 32 bits, has
@@ -90,7 +90,7 @@ struct Cutter {
 #pragma unroll 1
     for (;; guess = false) {
       make_map(guess);
-      search();
+      guess ? take_guess() : search();
       make_offsets();
       make_units();
       if (!guess || offsets.has_all(1)) return;
@@ -138,7 +138,7 @@ struct Cutter {
     // no candidate cuts shorter sequences.
     const int shortest = num_chunks() / (kMost + 1) * kTokens;
 #pragma unroll 1
-    for (int i = t; i <= N; i += kThreads)
+    for (int i = t; !guess && i <= N; i += kThreads)
       if (table[i].after > shortest) table[atomicAdd(&s.num_lengths, 1)].behind = table[i].after;
     __syncthreads();
     sums.tokens = table[N].token - table[0].token;
@@ -214,6 +214,11 @@ struct Cutter {
     }
     exits = early.took;
     is_cut = walk.segments > 0 && !(whole < plan::kMinimumGain * early.best);
+  }
+  __device__ void take_guess() {
+    chosen = a.guess.lengths;
+    is_cut = chosen.others > 0;
+    exits = a.guess.early_exit != 0;
   }
   __device__ void search() {
     const double whole = fused::forward_us(a.model, sums);

@@ -8,6 +8,7 @@
 #include "cuda/fused/fused_prefill.hpp"
 #include "cuda/launch/sequence_map.hpp"
 #include "cuda/segments/device_cut.hpp"
+#include "kda/plan.hpp"
 
 namespace kda::cuda::sm90 {
 
@@ -15,9 +16,21 @@ namespace kda::cuda::sm90 {
 inline constexpr int kDeviceCutEntryBytes = 16;
 inline constexpr int64_t kMostDeviceCutSequences = 12000;  ///< these fit
 
+/// The cut where one sequence has all tokens; others of 0 chunks: it stays whole.
+struct WholeCut {
+  plan::CutLengths<int> lengths;
+  int early_exit = 0;
+};
+/// That of a plan from bounds.
+inline WholeCut guess_of(const DeviceCut& cut) {
+  return {{static_cast<int>(cut.first_chunks), static_cast<int>(cut.segment_chunks)},
+          cut.early_exit ? 1 : 0};
+}
+
 struct DeviceCutArgs {
   SequenceMapArgs map;  ///< of less than 2^30 tokens
   fused::CutModel model;
+  WholeCut guess;                     ///< of one sequence
   CutHeader* cut = nullptr;           ///< out
   int64_t* offsets_behind = nullptr;  ///< out [N + 1] segments behind first ones before a sequence
   WorkUnit* units = nullptr;  ///< out: segments, then transitions, then where the schedule ends

@@ -230,6 +230,7 @@ Status cut_on_device(const stage::Call& call, SequenceMaps* maps) {
   sm90::DeviceCutArgs args;
   args.map = sequence_map_args(call, *maps, outputs_of(call));
   args.model = model_from_bounds(p, plan.device, check_tokens_of(p));
+  args.guess = sm90::guess_of(plan.device_cut);
   args.cut = cut_of(call);
   args.offsets_behind = offsets_behind_first(call);
   args.units = units_of(call);

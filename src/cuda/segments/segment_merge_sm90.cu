@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(Merge<kK, kStages>::kMultipliers + Merge<kK, k
   M(a, *reinterpret_cast<typename M::Shared*>(ptx::dynamic_shared()), blockIdx.x).run();
 }
 
-/// Blocks walk over columns of heads of the sequences that are cut.
+/// Blocks walk over columns of heads of the sequences that are cut, each over neighbours. Columns
+/// of the same head find its M in the ring, where all of them fit.
 template <int kK>
 __global__ void __launch_bounds__(Merge<kK, 3>::kMultipliers + Merge<kK, 3>::kCopiers)
     walking_merge_kernel(const __grid_constant__ BegunMergeArgs a) {
@@ -24,14 +25,20 @@ __global__ void __launch_bounds__(Merge<kK, 3>::kMultipliers + Merge<kK, 3>::kCo
   ptx::griddepcontrol_wait();
   if (a.cut->most_behind < 2) return;
   M::init(shared);
-  const int64_t places = merge::places_of_sequence(a), all = a.cut->num_cut * places;
+  const auto all = static_cast<unsigned>(a.cut->num_cut * merge::places_of_sequence(a));
+  const unsigned share = (all + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
   int64_t steps = 0;
-  for (int64_t i = blockIdx.x; i < all; i += gridDim.x) {
-    merge::Place place = merge::place_of(a, static_cast<unsigned>(i));
+  for (unsigned i = begin; i < min(all, begin + share); ++i) {
+    merge::Place place = merge::place_of(a, i);
     place.sequence = cut_sequences(a.cut)[place.sequence];
-    const M merge(a, shared, place, steps);
-    merge.walk();
-    steps += merge.last - merge.first;
+    M merge(a, shared, place, steps);
+    const int64_t count = merge.last - merge.first;
+    const bool fetched = i > begin && place.column0 > 0 && count <= M::kRing;
+    if (fetched)
+      merge.steps_before -= count;
+    else
+      steps += count;
+    merge.walk(fetched);
   }
 }
 

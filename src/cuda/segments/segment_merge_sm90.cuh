@@ -18,6 +18,7 @@ using merge::kColumns;
 /// `segment` counts turns: with kReverse the segment of a turn is first + last - segment.
 template <int kK, int kStages, bool kReverse = false>
 struct Merge {
+  static constexpr int kRing = kStages;
   /// Segments that are fetched at first.
   static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
   static constexpr int kParts = 4;                   // of the channels, summed at the end of a step
@@ -41,7 +42,7 @@ struct Merge {
   const int thread;
   int64_t first, last;
   /// Steps that this block has made at places before: barriers and stages go on from them.
-  const int64_t steps_before;
+  int64_t steps_before;
 
   __device__ Merge(const BegunMergeArgs& args, Shared& shared, const merge::Place& at,
                    int64_t steps = 0)
@@ -134,14 +135,14 @@ struct Merge {
     walk();
   }
   /// Both kinds of threads meet at the same barriers: two loops, one for each, would do, but not
-  /// for compute-sanitizer's synccheck.
-  __device__ void walk() const {
+  /// for compute-sanitizer's synccheck. `fetched`: the ring has every M since a walk before.
+  __device__ void walk(bool fetched = false) const {
     const bool copies = thread >= kMultipliers;
     const int row = thread / 2 % kK, column = thread % 2 * 4;
     const merge::Row own{a, place.head, row, place.column0 + column};
     float4& state = *reinterpret_cast<float4*>(&s.state[row][column]);
     if (copies) {
-      for (int i = 0; i < kAhead; ++i) fetch(first + i);
+      for (int i = 0; !fetched && i < kAhead; ++i) fetch(first + i);
     } else if (a.begun) {
       state = own.start(first);
     } else {
@@ -153,7 +154,7 @@ struct Merge {
       if (!copies) x = own.B(kReverse ? first + last - segment : segment);
       __syncthreads();  // S is complete, and the stage of the segment before free
       if (copies) {
-        if (kStages > 1) fetch(segment + kAhead);
+        if (kStages > 1 && !fetched) fetch(segment + kAhead);
       } else {
         ptx::mbarrier_wait(s.full[stage_of(segment)],
                            static_cast<int>(step_of(segment) / kStages % 2));

@@ -88,6 +88,17 @@ cuda::fused::CutModel model_of(const Table& table) {
                                         table.early_exit ? cuda::sm90::kNormCheckTokens : 0);
 }
 
+/// What a plan from bounds gives the kernel, which takes it where there is one sequence.
+cuda::sm90::WholeCut guess_of(const Table& table) {
+  PlanOptions options;
+  options.backend = "cuda.sm90.fused";
+  options.most_cut_bytes = INT64_MAX;
+  Plan plan;
+  throw_if_error(make_plan_from_bounds(table.problem(), gpu_facts(table.sms), options, &plan));
+  EXPECT_TRUE(table.num_sequences() == 1 || plan.device_cut.segment_chunks == 0);
+  return cuda::sm90::guess_of(plan.device_cut);
+}
+
 /// The outputs of the kernel for a table, read back.
 struct CutOnDevice {
   CutHeader cut;
@@ -99,6 +110,7 @@ struct CutOnDevice {
     const int64_t N = table.num_sequences();
     cuda::sm90::DeviceCutArgs args;
     args.model = model_of(table);
+    args.guess = guess_of(table);
     const int64_t most = args.model.most_behind;
     DeviceBuffer raw(given.size() * 8), map(size(N + 1) * 16), flag(4),
         header(size(cuda::device_cut_words(most)) * 8), offsets(size(N + 1) * 8),
