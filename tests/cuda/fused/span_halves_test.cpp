@@ -131,8 +131,8 @@ TEST_F(SpanHalves, EveryRegime) {
     expect_forward(packed(128, DType::kBFloat16, regime), 2, check::regime_name(regime));
 }
 
-/// Of spans too a checkpoint follows from M and B up to its offset, whichever segment it lies in,
-/// and moves no bit of a call without one.
+/// A checkpoint of a span, too, follows from M and B up to its offset, whichever segment it lies
+/// in, and moves no bit of a call without one.
 TEST_F(SpanHalves, CheckpointsAtOffsets) {
   std::size_t turn = 0;
   for (const int64_t segments : {0, 3})
