@@ -127,7 +127,7 @@ __device__ void take_handoff(C& c) {
 /// Where the state of an item goes: to the checkpoint of that number, or to the end of the item.
 constexpr int64_t kAtEnd = -1, kNowhere = -2;
 
-/// What a segment from zero is made of, at its end or at a checkpoint inside of it; null: it does
+/// The matrices of a segment from zero, at its end or at a checkpoint inside of it; null: it does
 /// not start from zero.
 template <class C>
 __device__ const float* made_of(const C& c, FusedState state, bool at_end) {
