@@ -51,7 +51,9 @@ std::string decline_device_cut(const Plan& plan, const Model& model, std::size_t
   if (fixed == 1 || p.num_tokens == 0 || p.num_sequences == 0) return "no sequence can be cut";
   if (fixed == 0 && !may_cut(model, p.num_tokens, p.num_sequences))
     return cat("auto: no table of ", p.num_tokens, " tokens gains by a cut");
-  const int64_t places = p.num_sequences + most_behind_of(plan, model);
+  const int64_t behind = most_behind_of(plan, model);
+  if (behind == 0) return "no sequence can be cut";
+  const int64_t places = p.num_sequences + behind;
   const std::size_t bytes = static_cast<std::size_t>(places) * segment_bytes;
   const auto most = static_cast<std::size_t>(plan.requested.most_cut_bytes);
   if (bytes > most)
