@@ -30,7 +30,8 @@ from .kda import _expect_shape_of_v, _written
 
 class Ring(NamedTuple):
     """Rings of the slots of a pool, an engine's own tensors: any stride between slots, heads and rows, the last
-    dimension contiguous. L is 1 to 256."""
+    dimension contiguous. L is 1 to 256, on a GPU as far as its shared memory goes: 221, on sm_80 158, on sm_86, sm_89
+    and sm_120 94."""
     k: torch.Tensor  #: [slots, H, L, K], float32, bfloat16 or float16: keys, normalised with use_qk_l2norm_in_kernel
     g: torch.Tensor  #: [slots, HV, L, K], float32: log decays
     v_new: torch.Tensor  #: [slots, HV, L, V], float32, bfloat16 or float16

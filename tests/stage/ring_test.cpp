@@ -207,13 +207,26 @@ void expect_step(Rings& rings, const Rings& before, std::size_t n, bool flush,
     return;
   }
   ASSERT_TRUE(same(&Rings::pool));
+  constexpr io::Buffer Rings::*kRows[] = {&Rings::k, &Rings::g, &Rings::v_new};
+  std::vector<std::vector<std::byte>> others;  // the slot's rows, with the new one as it was
+  for (const auto rows : kRows) others.push_back(slot_bytes(rings.*rows, slot, rings.num_slots));
   rings.each_row(slot, rings.counts[n], t,
                  [&](io::Buffer& of, DType dtype, int64_t first, const Vector& x) {
                    Vector row;
                    for (std::size_t c = 0; c < x.size(); ++c)
                      row.push_back(load_double(of.data(), dtype, first + static_cast<int64_t>(c)));
                    ASSERT_LT(distance(row.data(), x), bound) << "a row of the token at " << t;
+                   for (std::size_t i = 0; i < others.size(); ++i) {
+                     if (&(rings.*kRows[i]) != &of) continue;
+                     const std::size_t size = static_cast<std::size_t>(dtype_size(dtype)),
+                                       at = static_cast<std::size_t>(first) * size;
+                     std::memcpy(&others[i][at - static_cast<std::size_t>(slot) * others[i].size()],
+                                 (before.*kRows[i]).data() + at, x.size() * size);
+                   }
                  });
+  for (std::size_t i = 0; i < others.size(); ++i)
+    ASSERT_EQ(others[i], slot_bytes(before.*kRows[i], slot, rings.num_slots))
+        << "other rows, at " << t;
 }
 
 void expect_steps(const std::string& backend, const Sizes& sizes, int steps, double bound,
@@ -236,6 +249,10 @@ void expect_steps(const std::string& backend, const Sizes& sizes, int steps, dou
     }
     for (std::size_t c = 0; c < static_cast<std::size_t>(sizes.HV * sizes.V); ++c)
       ASSERT_EQ(o[o.size() - 1 - c], 0.0);  // of the sequence without a slot
+    for (const int64_t slot : {0, 2})
+      for (const auto of : {&Rings::pool, &Rings::k, &Rings::g, &Rings::v_new})
+        ASSERT_EQ(slot_bytes(rings.*of, slot, rings.num_slots),
+                  slot_bytes(before.*of, slot, rings.num_slots));
   }
 }
 
@@ -247,6 +264,7 @@ TEST(Ring, StepsGoOnFromRowsOfOthersAndLeaveRowsForThem) {
     expect_steps(backend, {.dtype = kFloat, .states = kHalf, .rows = kHalf}, steps, 3e-2);
     expect_steps(backend, {.HV = 2, .R = 21, .dtype = DType::kFloat16}, steps, 1e-5,
                  {15, 0, 19, 9});
+    expect_steps(backend, {.R = 64}, 3, 1e-5, {15, 0, 29, 9});  // more shared memory than usual
     expect_steps(backend, {.HV = 2, .R = 1}, 3, 1e-5, {0, 0, 0, 0});  // folds each token
     if (test::on_cuda()) continue;  // PlansSayItAndGpusRefuseOtherSizes
     expect_steps(backend, {33, 40, 4, 16, kFloat, kFloat, kFloat, StateLayout::kKV}, steps, 1e-5);

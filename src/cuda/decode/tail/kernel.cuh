@@ -216,8 +216,8 @@ __device__ __forceinline__ void go_behind_split_fold(const TailArgs& a, int64_t 
   start->folded = target, start->source = start->slot;
 }
 
-/// Folds rows [0, target), in groups, into patches [begin, end) of the columns of a tile, and
-/// writes them. Patches in pairs share what they read of v_new.
+/// Folds rows [0, target), in groups, into the columns of a tile, and writes them. Patches in pairs
+/// share what they read of v_new.
 template <class Tile, class Rows>
 __device__ __forceinline__ void fold_state(const Rows& rows, const Tile& tile, const State& state,
                                            int target) {
