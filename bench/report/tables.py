@@ -911,8 +911,11 @@ def table_summary():
     notes = (f"From, row by row, {files}, and the CPU's name from `{cpu['file']}`. cuDNN's forward alone, its time / libkda's by gates: {cudnn_means(load('gpu_cudnn'))} "
              "(geometric means of [ten cases](docs/performance.md#beside-cudnn)).")
     if earlier:
-        rows_of = "all rows of GPUs" if earlier == of_gpus else ", ".join(f'the row "{label}"' for label in earlier)
-        notes += f" Measured before the last change of the kernels: {rows_of}."
+        named = lambda labels: ", ".join(f'"{label}"' for label in labels)
+        later = [label for label in of_gpus if label not in earlier]
+        all_but = "all rows of GPUs" + (f" but {named(later)}" if later else "")
+        rows_of = all_but if len(later) < len(earlier) else f"the rows {named(earlier)}"
+        notes += f" Of earlier kernels: {rows_of}."
     return markdown(["", "on", *names], rows, units=True) + "\n\n" + textwrap.fill(notes, 158, break_long_words=False, break_on_hyphens=False)
 
 
