@@ -259,14 +259,20 @@ void expect_steps(const std::string& backend, const Sizes& sizes, int steps, dou
 TEST(Ring, StepsGoOnFromRowsOfOthersAndLeaveRowsForThem) {
   constexpr DType kHalf = DType::kBFloat16, kFloat = DType::kFloat32;
   constexpr int steps = 12;  // each sequence folds
-  for (const std::string& backend : backends_with_rings()) {
+  const std::vector<std::string> backends = backends_with_rings();
+  for (const std::string& backend : backends) {
     expect_steps(backend, {}, steps, 1e-5);
+    if (backend != backends.front())
+      continue;  // sizes and types are no matter of an instruction set
     expect_steps(backend, {.dtype = kFloat, .states = kHalf, .rows = kHalf}, steps, 3e-2);
     expect_steps(backend, {.HV = 2, .R = 21, .dtype = DType::kFloat16}, steps, 1e-5,
                  {15, 0, 19, 9});
-    expect_steps(backend, {.R = 64}, 3, 1e-5, {15, 0, 29, 9});  // more shared memory than usual
     expect_steps(backend, {.HV = 2, .R = 1}, 3, 1e-5, {0, 0, 0, 0});  // folds each token
-    if (test::on_cuda()) continue;  // PlansSayItAndGpusRefuseOtherSizes
+    if (test::on_cuda()) {  // PlansSayItAndGpusRefuseOtherSizes
+      // A block takes more shared memory than it has unasked.
+      expect_steps(backend, {.R = 64}, 3, 1e-5, {15, 0, 29, 9});
+      continue;
+    }
     expect_steps(backend, {33, 40, 4, 16, kFloat, kFloat, kFloat, StateLayout::kKV}, steps, 1e-5);
   }
 }
