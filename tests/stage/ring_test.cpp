@@ -179,7 +179,7 @@ std::vector<std::byte> slot_bytes(const io::Buffer& of, int64_t slot, int64_t sl
   return {first, first + size};
 }
 
-/// What one step has left of sequence n, whose ring was as `before`.
+/// Checks o, the state and the rows of sequence n behind one step; `before`: its ring in front.
 void expect_step(Rings& rings, const Rings& before, std::size_t n, bool flush,
                  const std::vector<double>& o, double bound) {
   const Sizes& sizes = rings.sizes;

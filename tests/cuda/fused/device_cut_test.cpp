@@ -88,7 +88,7 @@ cuda::fused::CutModel model_of(const Table& table) {
                                         table.early_exit ? cuda::sm90::kNormCheckTokens : 0);
 }
 
-/// What a plan from bounds gives the kernel, which takes it where there is one sequence.
+/// A plan from bounds gives the kernel this cut. The kernel takes it where there is one sequence.
 cuda::sm90::WholeCut guess_of(const Table& table) {
   PlanOptions options;
   options.backend = "cuda.sm90.fused";

@@ -72,8 +72,8 @@ void expect_the_planners_cuts(uint64_t seed, int wanted, PlanOf&& plan_of, Model
   EXPECT_GE(cut, wanted / 4);
 }
 
-/// What may_cut() refuses, of random tables: few that would gain by a cut of up to 64 segments, and
-/// none of them much; and most of what cannot gain. model_of(problem, device).
+/// may_cut() refuses few random tables that would gain by a cut of up to 64 segments, and none that
+/// would gain much; it refuses most of those that cannot gain. model_of(problem, device).
 template <class ModelOf>
 void expect_refusals_to_cost_little(uint64_t seed, ModelOf&& model_of) {
   check::Random random(seed);

@@ -262,17 +262,6 @@ __device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
   return {n, a.lengths ? 0 : n, head, q_head_of(a, static_cast<int>(head)), 0};
 }
 
-/// Asks the L2 for a dense state.
-template <int kK>
-__device__ __forceinline__ void prefetch_state(const StateView& states, int64_t slot,
-                                               int64_t head) {
-  const int size = states.bf16 ? 2 : 4;
-  ptx::cp_async_bulk_prefetch_l2(
-      reinterpret_cast<uintptr_t>(states.base) +
-          static_cast<uintptr_t>(state_offset(states, slot, head, 0, 0) * size),
-      kK * kK * size);
-}
-
 /// Asks the L2 for S_0. With more than two blocks an SM only when rows have been made: S_0 of all
 /// that run would not stay there until it is read.
 template <class Rows>

@@ -18,7 +18,6 @@
 #include "cuda/decode/tail/layout.hpp"
 #include "cuda/decode/tail/ring.hpp"
 #include "cuda/decode/tail/tile.cuh"
-#include "cuda/ptx/cache.cuh"
 
 namespace kda::cuda::tail {
 
@@ -244,14 +243,18 @@ struct RingHead {
   }
 };
 
+/// Whether a sequence says that more rows are in front of its token than a ring keeps.
+__device__ __forceinline__ bool has_wrong_count(const RingArgs& a, int64_t n) {
+  return static_cast<uint32_t>(a.positions[n]) >= static_cast<uint32_t>(a.rows);
+}
+
 /// Flags of what only the device knows, by a block that has nothing else to do.
 __device__ __noinline__ inline void write_ring_flags(const RingArgs& a) {
   const DecodeArgs& base = a;
   decode::write_flags(base);
   bool wrong = false;
   for (int64_t n = threadIdx.x; n < a.map.num_sequences; n += blockDim.x)
-    wrong |= !lacks_slot(a.initial, a.initial.indices[n]) &&
-             static_cast<uint32_t>(a.positions[n]) >= static_cast<uint32_t>(a.rows);
+    wrong |= !lacks_slot(a.initial, a.initial.indices[n]) && has_wrong_count(a, n);
   const int any = __syncthreads_or(wrong);
   if (any && threadIdx.x == 0) *a.flags |= kBadTail;
 }
@@ -266,9 +269,7 @@ __global__ void __launch_bounds__(kRingDim, 5) ring_kernel(const __grid_constant
   const unsigned block = blockIdx.x - of_flags;
   const auto head = static_cast<int>(a.shape.heads.remainder(block));
   const int64_t n = a.shape.heads.quotient(block), slot = a.initial.indices[n];
-  const bool skip = lacks_slot(a.initial, slot) ||
-                    static_cast<uint32_t>(a.positions[n]) >= static_cast<uint32_t>(a.rows);
-  if (skip) {
+  if (lacks_slot(a.initial, slot) || has_wrong_count(a, n)) {
     if (a.zero_skipped)
       store_element(a.o.base, a.o.type,
                     n * a.o.stride_b + head * a.o.stride_h + static_cast<int>(threadIdx.x), 0.0f);
@@ -276,10 +277,7 @@ __global__ void __launch_bounds__(kRingDim, 5) ring_kernel(const __grid_constant
   }
   // Not fp32 states of many blocks: they would not stay in the L2 until they are read.
   if (threadIdx.x == 0 && (kPacked || gridDim.x <= 2 * a.ahead))
-    ptx::cp_async_bulk_prefetch_l2(
-        reinterpret_cast<uintptr_t>(a.initial.base) +
-            static_cast<uintptr_t>(state_offset(a.initial, slot, head, 0, 0)) * (kPacked ? 2 : 4),
-        kRingDim * kRingDim * (kPacked ? 2 : 4));
+    prefetch_state<kRingDim>(a.initial, slot, head);
   const RingHead of(a, n, slot, head);
   const float log_decay = of.make_rows();
   __syncthreads();

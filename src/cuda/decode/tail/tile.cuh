@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/decode/tail/layout.hpp"
+#include "cuda/ptx/cache.cuh"
 #include "cuda/tile/state_io.cuh"
 #include "cuda/tile/warp.cuh"
 
@@ -160,5 +161,16 @@ struct Tile {
       for (int c = 0; c < 4; ++c) x[r][c] = __bfloat162float(__float2bfloat16_rn(x[r][c]));
   }
 };
+
+/// Asks the L2 for a dense state.
+template <int kK>
+__device__ __forceinline__ void prefetch_state(const StateView& states, int64_t slot,
+                                               int64_t head) {
+  const int size = states.bf16 ? 2 : 4;
+  ptx::cp_async_bulk_prefetch_l2(
+      reinterpret_cast<uintptr_t>(states.base) +
+          static_cast<uintptr_t>(state_offset(states, slot, head, 0, 0) * size),
+      kK * kK * size);
+}
 
 }  // namespace kda::cuda::tail

@@ -29,15 +29,22 @@ struct ColumnsOf {
   using Type = Tile<kVerifySize, kAccess, kPacked>;
 };
 
-/// Calls `with` with the ColumnsOf that the states are.
-template <class With>
-__device__ __forceinline__ void with_columns(const StateView& states, With&& with) {
+/// visit(tile) for those of this warp's columns of the head's states.
+template <class Visit>
+__device__ __forceinline__ void for_each_tile(const VerifyRows& rows, Visit&& visit) {
+  const StateView& states = rows.a.initial;
+  const auto of = [&](auto columns_of) {
+    using Columns = typename decltype(columns_of)::Type;
+#pragma unroll 1
+    for (int c = 0; c < kWarpColumns; c += Columns::kColumns)
+      visit(Columns(states, rows.a.shape, rows.unit.head, rows.warp * kWarpColumns + c));
+  };
   if (states.vk)
-    states.bf16 ? with(ColumnsOf<Access::kVectorsVK, true>())
-                : with(ColumnsOf<Access::kVectorsVK, false>());
+    states.bf16 ? of(ColumnsOf<Access::kVectorsVK, true>())
+                : of(ColumnsOf<Access::kVectorsVK, false>());
   else
-    states.bf16 ? with(ColumnsOf<Access::kVectorsKV, true>())
-                : with(ColumnsOf<Access::kVectorsKV, false>());
+    states.bf16 ? of(ColumnsOf<Access::kVectorsKV, true>())
+                : of(ColumnsOf<Access::kVectorsKV, false>());
 }
 
 /// Neighbours of a chain that a warp scores together: a lane's channels of them, and D of each from
@@ -180,15 +187,7 @@ __device__ __forceinline__ void multiply_tokens(const VerifyRows& rows, const Ti
 /// S_0^T k and S_0^T q of `count` tokens, a batch, in this warp's columns.
 template <int kMost>
 __device__ __forceinline__ void multiply_batch(const VerifyRows& rows, int token, int count) {
-  with_columns(rows.a.initial, [&](auto columns_of) {
-    using Columns = typename decltype(columns_of)::Type;
-#pragma unroll 1
-    for (int c = 0; c < kWarpColumns; c += Columns::kColumns) {
-      const Columns tile(rows.a.initial, rows.a.shape, rows.unit.head,
-                         rows.warp * kWarpColumns + c);
-      multiply_tokens<kMost>(rows, tile, token, count);
-    }
-  });
+  for_each_tile(rows, [&](const auto& tile) { multiply_tokens<kMost>(rows, tile, token, count); });
   __syncwarp();
 }
 
@@ -259,14 +258,8 @@ __device__ __forceinline__ void fold_rows(const VerifyRows& rows) {
   const Start& start = rows.start;
   prepare_folds(rows, rows.sure());
   __syncthreads();
-  with_columns(rows.a.initial, [&](auto columns_of) {
-    using Columns = typename decltype(columns_of)::Type;
-#pragma unroll 1
-    for (int c = 0; c < kWarpColumns; c += Columns::kColumns) {
-      const Columns tile(rows.a.initial, rows.a.shape, rows.unit.head,
-                         rows.warp * kWarpColumns + c);
-      fold_state(rows, tile, {start.source, start.slot, true}, rows.sure());
-    }
+  for_each_tile(rows, [&](const auto& tile) {
+    fold_state(rows, tile, {start.source, start.slot, true}, rows.sure());
   });
 }
 
