@@ -63,13 +63,26 @@ struct RawGates {
   template <class Args>
   __device__ __forceinline__ void load(const Args& a, int64_t n, int64_t token, int64_t head) {
     const int64_t at = row_offset(a.g, a.map, n, token, head);
-    raw_g.load(a.g, at, a.shape.K, gate_step(a));
+    if (is_alone(a, at, head)) {
+      if constexpr (kInWords)
+        if (threadIdx.x % 32 == 0) raw_g.words[0] = load_bits(a.g.base, a.g.type, at);
+    } else {
+      raw_g.load(a.g, at, a.shape.K, gate_step(a));
+    }
     if constexpr (kInWords && kHasHeadGates<Args>)
       if (threadIdx.x % 32 == 0) half = static_cast<int>(at & 1);
     if (a.gate.gate_mode == GateMode::kLog) return;
     raw_A_log.load(floats(a.gate.A_log), head * a.gate.stride_A, a.gate.A_log ? 1 : 0);
     raw_bias.load(floats(a.gate.dt_bias), head * a.gate.stride_dt, a.gate.dt_bias ? a.shape.K : 0,
                   bias_step(a));
+  }
+  /// Whether the tensor may end in the middle of the word that has the last head's gate.
+  template <class Args>
+  __device__ static bool is_alone(const Args& a, int64_t at, int64_t head) {
+    if constexpr (kInWords && kHasHeadGates<Args>)
+      return gate_step(a) == 0 && a.g.type != Element::kFloat32 && at % 2 == 0 &&
+             head + 1 == a.shape.HV;
+    return false;
   }
   __device__ static RowView floats(const float* base) {
     return {const_cast<float*>(base), 0, 0, 0, Element::kFloat32, true};
