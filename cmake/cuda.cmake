@@ -37,6 +37,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/decode/tail/move_rows.cu
   src/cuda/decode/tail/planes.cu
   src/cuda/decode/tail/ring.cu
+  src/cuda/decode/tail/step.cu
   src/cuda/decode/tail/tail.cu
   src/cuda/decode/tail/verify.cu
   src/cuda/recurrent/head_gates.cu

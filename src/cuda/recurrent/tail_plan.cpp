@@ -60,22 +60,46 @@ std::string decline_ring(const registry::Request& request) {
   const Problem& p = request.problem;
   const TensorDesc& states = p.initial_state->tensor;
   const auto& strides = states.strides;
-  if (p.key_dim != tail::kRingDim || p.value_dim != tail::kRingDim)
-    return cat("a ring is for K = V = ", tail::kRingDim, " there, got K = ", p.key_dim,
+  if (p.key_dim != tail::kChannels || p.value_dim != tail::kChannels)
+    return cat("a ring is for K = V = ", tail::kChannels, " there, got K = ", p.key_dim,
                ", V = ", p.value_dim);
   if (p.state_layout != StateLayout::kVK) return "a ring is for states [V, K] there, got [K, V]";
   if (strides[2] != p.key_dim || strides[0] % 4 != 0 || strides[1] % 4 != 0 ||
       states.alignment < 4 * dtype_size(states.dtype))
     return "a ring is for states without gaps, at multiples of 4 numbers, there";
-  return too_large(request, tail::ring_bytes(p.tail->rows), " of a ring");
+  return too_large(request, tail::ring_layout(static_cast<int32_t>(p.tail->rows)).bytes(),
+                   " of a ring");
+}
+
+/// Which kernel decodes up to `tokens` tokens a sequence.
+tail::Kernel kernel_of(const Problem& p, int64_t tokens) {
+  const bool has_size = p.key_dim == tail::kChannels && p.value_dim == tail::kChannels;
+  return tail::kernel_of(has_size && in_vectors(p), p.tail->rows, tokens, p.token_parents);
+}
+const char* name_of(tail::Kernel kernel) {
+  return kernel == tail::Kernel::kStep     ? "step"
+         : kernel == tail::Kernel::kVerify ? "verify"
+                                           : "tail";
+}
+/// Shared memory of a block of it, with up to `sure` rows in front of the tokens.
+int64_t shared_bytes(const Problem& p, int64_t sure, int64_t tokens) {
+  switch (kernel_of(p, tokens)) {
+    case tail::Kernel::kStep:
+      return tail::step_layout(static_cast<int32_t>(p.tail->rows),
+                               static_cast<int32_t>(dtype_size(p.tail->k.dtype)),
+                               static_cast<int32_t>(dtype_size(p.tail->g.dtype)), has_head_gate(p))
+          .bytes();
+    case tail::Kernel::kVerify: return tail::verify_bytes(sure, tokens);
+    case tail::Kernel::kTail: break;
+  }
+  return tail::shared_bytes(sure, tokens, p.key_dim, p.value_dim);
 }
 
 std::string decline_forward(const registry::Request& request) {
   const Problem& p = request.problem;
-  return too_large(request,
-                   std::max(tail::shared_bytes(p.tail->rows, 0, p.key_dim, p.value_dim),
-                            tail::shared_bytes(kMostBehind, kMostBehind, p.key_dim, p.value_dim)),
-                   "");
+  return too_large(
+      request,
+      std::max(shared_bytes(p, p.tail->rows, 0), shared_bytes(p, kMostBehind, kMostBehind)), "");
 }
 
 void plan_forward(plan::PlanBuilder& builder, const Plan& inner) {
@@ -86,7 +110,7 @@ void plan_forward(plan::PlanBuilder& builder, const Plan& inner) {
   plan_expand_bias(builder, "tail_fold");
   builder.kernel("tail_fold", "tail_ends");
   if (p.tail->split) builder.kernel("tail_fold", "fold_split");
-  builder.kernel("tail_fold", "tail");
+  builder.kernel("tail_fold", name_of(kernel_of(p, 0)));
   if (p.tail->split) builder.kernel("tail_fold", "join_states");
   for (const StagePlan& stage : inner.stages)
     builder.stage(stage.name.c_str(), stage.num_tasks, stage.what);
@@ -94,7 +118,7 @@ void plan_forward(plan::PlanBuilder& builder, const Plan& inner) {
     builder.kernel(kernel.stage.c_str(), kernel.kernel.c_str(), kernel.why);
   builder.stage("tail_rows", heads, "tokens behind that boundary, at most 15");
   if (p.tail->split) builder.kernel("tail_rows", "split_states");
-  builder.kernel("tail_rows", "tail");
+  builder.kernel("tail_rows", name_of(kernel_of(p, kMostBehind)));
   if (p.num_heads != p.num_value_heads) builder.kernel("tail_rows", "append_keys");
   book_maps(builder);
   builder.book(block::kTailEnds, block::kTailEndsOfSequence * N, sizeof(int32_t));
@@ -107,6 +131,18 @@ void plan_forward(plan::PlanBuilder& builder, const Plan& inner) {
 
 }  // namespace
 
+bool in_vectors(const Problem& p) {
+  const TensorDesc& states = p.initial_state->tensor;
+  const TailDesc& tail = *p.tail;
+  bool rows = true;
+  for (const TensorDesc* desc : {&p.q, &p.k, &p.v, &tail.k, &tail.v_new})
+    rows &= desc->alignment >= kDefaultAlignment;
+  if (!has_head_gate(p)) rows &= std::min(p.g.alignment, tail.g.alignment) >= kDefaultAlignment;
+  return rows && p.key_dim % 4 == 0 && p.key_dim == p.value_dim && states.strides[2] == p.key_dim &&
+         states.strides[0] % 4 == 0 && states.strides[1] % 4 == 0 &&
+         states.alignment >= 4 * dtype_size(states.dtype);
+}
+
 /// Accepted rows move before the decode; keys that value heads share follow behind it.
 void plan_tail_decode(plan::PlanBuilder& builder) {
   const Problem& p = builder.problem();
@@ -116,7 +152,7 @@ void plan_tail_decode(plan::PlanBuilder& builder) {
     builder.book(block::kWrongAccepted, static_cast<std::size_t>(p.num_sequences), sizeof(int32_t));
   }
   if (p.tail->split) builder.kernel("decode", "fold_split");
-  builder.kernel("decode", "tail");
+  builder.kernel("decode", name_of(kernel_of(p, tail_tokens(p, builder.plan().cu_seqlens))));
   if (p.num_heads != p.num_value_heads) builder.kernel("decode", "append_keys");
 }
 
@@ -125,7 +161,7 @@ std::string decline_tail_decode(const registry::Request& request) {
   if (p.tail->ring) return decline_ring(request);
   const int64_t tokens = tail_tokens(p, request.cu_seqlens);
   const bool unknown = p.cu_seqlens && request.cu_seqlens.empty();
-  return too_large(request, tail::shared_bytes(p.tail->rows, tokens, p.key_dim, p.value_dim),
+  return too_large(request, shared_bytes(p, p.tail->rows, tokens),
                    cat(" and ", unknown ? "up to " : "", tokens, " tokens a sequence",
                        unknown ? ", whose lengths are unknown," : ""));
 }

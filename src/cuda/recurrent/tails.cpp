@@ -47,6 +47,7 @@ tail::TailArgs tail_args(const stage::Call& call, const DecodeArgs& base) {
   args.stride_folded_head = desc.folded.strides[1];
   args.rows = args.most_sure = static_cast<int32_t>(desc.rows);
   args.most_tokens = static_cast<int32_t>(tail_tokens(p, call.plan->cu_seqlens));
+  args.vectors = in_vectors(p);
   args.settle = desc.settle;
   args.positions = t.positions;
   if (desc.sources) args.sources = t.sources;

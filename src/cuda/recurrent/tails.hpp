@@ -11,6 +11,8 @@ namespace kda::cuda::recurrent {
 
 // tail_plan.cpp, in every build
 
+/// Whether states and rows lie without gaps, at multiples of 16 bytes: fast kernels need that.
+bool in_vectors(const Problem& p);
 /// Books and lists what tail_decode() launches.
 void plan_tail_decode(plan::PlanBuilder& builder);
 std::string decline_tail_decode(const registry::Request& request);

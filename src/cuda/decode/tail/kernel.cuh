@@ -317,10 +317,9 @@ struct Task {
   Start start;
 };
 
-/// Waits for the kernel in front, and finds the block's head. False: there is nothing to do for it,
-/// or the block has written flags.
-template <bool kMayBeSplit>
-__device__ __forceinline__ bool find_task(const TailArgs& a, Task* task) {
+/// Waits for the kernel in front, and finds the block's head and its tokens. False: the block has
+/// written flags.
+__device__ __forceinline__ bool find_tokens(const TailArgs& a, Task* task) {
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   const unsigned of_flags = a.flags ? 1 : 0;  // the first block: it may take longest
@@ -329,9 +328,15 @@ __device__ __forceinline__ bool find_task(const TailArgs& a, Task* task) {
     return false;
   }
   task->unit = unit_of(a, blockIdx.x - of_flags);
+  task->tokens = decode::tokens_of(a, task->unit.n);
+  task->count = num_computed(a, task->unit.n, task->tokens);
+  return true;
+}
+
+/// Finds the head's tail. False: it is skipped.
+template <bool kMayBeSplit>
+__device__ __forceinline__ bool find_tail(const TailArgs& a, Task* task) {
   const Unit& unit = task->unit;
-  task->tokens = decode::tokens_of(a, unit.n);
-  task->count = num_computed(a, unit.n, task->tokens);
   task->start = place_of(a, unit.n);
   read_folded(a, unit.n, unit.head, &task->start);
   if (task->start.skip || task->count < 0) {
@@ -413,7 +418,7 @@ __global__ void __launch_bounds__(32 * (kAccess == Access::kScalar ? kMostWarps 
   constexpr bool kDense = kAccess != Access::kScalar;
   using Columns = Tile<kK, kAccess, kPacked>;
   Task task;
-  if (!find_task<Columns::kMayBeSplit>(a, &task)) return;
+  if (!find_tokens(a, &task) || !find_tail<Columns::kMayBeSplit>(a, &task)) return;
   Rows<kK, kDense> rows(a, task.unit, task.start, task.tokens.begin, task.count);
   const Path path = make_rows(&rows);
   run_columns<Columns>(rows, path, rows.warp * kWarpColumns);

@@ -2,9 +2,11 @@
 // Shared memory of a block of decode with a tail.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/host_device.hpp"
+#include "kda/problem.hpp"
 
 namespace kda::cuda::tail {
 
@@ -65,26 +67,56 @@ inline int64_t shared_bytes(int64_t sure, int64_t tokens, int64_t K, int64_t V,
                  .floats();
 }
 
-// ---- a ring (ring.hpp)
+// ---- kernels whose threads have a channel of all rows: step.cuh, ring.cuh
 
-constexpr int kRingDim = 128;  // K and V, and threads of a block
-constexpr int kRingWarps = kRingDim / 32;
+constexpr int kChannels = 128;  ///< K and V, and threads of a block
+constexpr int kChannelWarps = kChannels / 32;
 constexpr int kRingSide = 16;  // rows that are read side by side
 
-/// Arrays of floats of a ring of R rows: keys, v_new where they are folded, vectors, scores.
-struct RingLayout {
+/// Arrays of floats, one behind the other.
+struct ChannelLayout {
   int32_t rows;
+  int32_t groups;           ///< of rows that fold together
+  int32_t raw_floats = 0;   ///< of rows of keys as they came in
+  int32_t gate_floats = 0;  ///< likewise of gates
 
-  static constexpr int kVectors = 7;
-  KDA_HOST_DEVICE_INLINE int32_t v_new() const { return rows * kRingDim; }
-  KDA_HOST_DEVICE_INLINE int32_t vector(int i) const { return v_new() + (rows + i) * kRingDim; }
-  KDA_HOST_DEVICE_INLINE int32_t scores() const { return vector(kVectors); }
-  KDA_HOST_DEVICE_INLINE int32_t own() const { return scores() + 2 * rows; }
-  KDA_HOST_DEVICE_INLINE int32_t floats() const { return own() + 4; }
+  KDA_HOST_DEVICE_INLINE int32_t v_new() const { return rows * kChannels; }
+  KDA_HOST_DEVICE_INLINE int32_t vector(int i) const { return v_new() + (rows + i) * kChannels; }
+  KDA_HOST_DEVICE_INLINE int32_t decays() const { return vector(6); }
+  KDA_HOST_DEVICE_INLINE int32_t raw_keys() const { return vector(6 + groups); }
+  KDA_HOST_DEVICE_INLINE int32_t raw_gates() const { return raw_keys() + raw_floats; }
+  KDA_HOST_DEVICE_INLINE int32_t scores() const { return raw_gates() + gate_floats; }
+  KDA_HOST_DEVICE_INLINE int32_t factors() const { return scores() + 2 * rows; }
+  KDA_HOST_DEVICE_INLINE int32_t own() const { return factors() + (rows + 3) / 4 * 4; }
+  KDA_HOST_DEVICE_INLINE int32_t bytes() const { return 4 * (own() + 4); }
 };
 
-inline int64_t ring_bytes(int64_t rows) {
-  return 4 * int64_t{RingLayout{static_cast<int32_t>(rows)}.floats()};
+KDA_HOST_DEVICE_INLINE ChannelLayout ring_layout(int32_t rows) { return {rows, 1}; }
+
+/// Of a tail of R rows; sizes are bytes of an element of k and g. One gate a head is a word a row.
+KDA_HOST_DEVICE_INLINE ChannelLayout step_layout(int32_t rows, int32_t key_size, int32_t gate_size,
+                                                 bool head_gates) {
+  return {rows, rows / static_cast<int32_t>(kTailBoundary) + 1, rows * kChannels * key_size / 4,
+          head_gates ? rows * kChannelWarps : rows * kChannels * gate_size / 4};
+}
+
+/// Of the kernel of verify: a fold has at most 16 rows, and fewer are in front of the tokens then.
+inline int64_t verify_bytes(int64_t sure, int64_t tokens) {
+  return shared_bytes(std::min(sure, kTailBoundary), tokens, kChannels, kChannels, false);
+}
+
+// ---- which kernel decodes
+
+enum class Kernel { kTail, kStep, kVerify };
+
+constexpr int64_t kMostStepRows = 32;   ///< R
+constexpr int64_t kFewestOfVerify = 3;  ///< tokens of a sequence
+
+/// `in_vectors`: K = V = 128, of states and rows without gaps. `rows`: R.
+inline Kernel kernel_of(bool in_vectors, int64_t rows, int64_t tokens, bool tree) {
+  if (!in_vectors) return Kernel::kTail;
+  if (tokens <= 1 && rows <= kMostStepRows) return Kernel::kStep;
+  return tokens < kFewestOfVerify || tree ? Kernel::kTail : Kernel::kVerify;
 }
 
 }  // namespace kda::cuda::tail

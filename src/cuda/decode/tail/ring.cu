@@ -5,9 +5,9 @@ namespace kda::cuda::tail {
 
 Status launch_ring_decode(const RingArgs& args, const Launch& where) {
   const int64_t blocks = args.map.num_sequences * args.shape.HV + (args.flags ? 1 : 0);
-  const auto shared = static_cast<int>(ring_bytes(args.rows));
+  const auto shared = ring_layout(args.rows).bytes();
   return launch_kernel("ring", args.initial.bf16 ? ring_kernel<true> : ring_kernel<false>, blocks,
-                       kRingDim, shared, where, args);
+                       kChannels, shared, where, args);
 }
 
 }  // namespace kda::cuda::tail

@@ -15,9 +15,8 @@
 #pragma once
 
 #include "cuda/decode/decode.cuh"
-#include "cuda/decode/tail/layout.hpp"
+#include "cuda/decode/tail/channels.cuh"
 #include "cuda/decode/tail/ring.hpp"
-#include "cuda/decode/tail/tile.cuh"
 
 namespace kda::cuda::tail {
 
@@ -53,51 +52,29 @@ struct RingColumn {
   }
 };
 
-/// A head of a sequence, and what its block has in shared memory.
-struct RingHead {
+/// A head of a sequence.
+struct RingHead : Channels {
   const RingArgs& a;
   const int64_t n, slot;
   const int head, q_head;
   const int filled;  ///< rows of the ring
   const bool flush;
-  const int channel, lane, warp;
-  float* const shared;
-  const RingLayout layout;
 
   __device__ RingHead(const RingArgs& args, int64_t sequence, int64_t of_slot, int of_head)
-      : a(args),
+      : Channels(ring_layout(args.rows)),
+        a(args),
         n(sequence),
         slot(of_slot),
         head(of_head),
         q_head(q_head_of(args, of_head)),
         filled(args.positions[sequence]),
-        flush(filled == args.rows - 1 || (args.flush && args.flush[sequence] != 0)),
-        channel(static_cast<int>(threadIdx.x)),
-        lane(channel % 32),
-        warp(channel / 32),
-        shared(reinterpret_cast<float*>(ptx::dynamic_shared())),
-        layout{args.rows} {}
-
-  __device__ float* key(int row) const { return shared + row * kRingDim; }
-  __device__ float* v_new(int row) const { return shared + layout.v_new() + row * kRingDim; }
-  __device__ float* own_key() const { return shared + layout.vector(0); }
-  __device__ float* own_query() const { return shared + layout.vector(1); }
-  /// k D(t, 0) and q D(t, 0), and S_0^T of them.
-  __device__ float* with_state(int of_q) const { return shared + layout.vector(2 + of_q); }
-  __device__ float* product(int of_q) const { return shared + layout.vector(4 + of_q); }
-  __device__ float* decay() const { return shared + layout.vector(6); }
-  __device__ float2* scores() const { return reinterpret_cast<float2*>(shared + layout.scores()); }
-  /// k . k, q . q and q . k of the token.
-  __device__ float* own_sums() const { return shared + layout.own(); }
+        flush(filled == args.rows - 1 || (args.flush && args.flush[sequence] != 0)) {}
 
   __device__ int64_t ring_at(const RowView& view, int of_head) const {
     return slot * view.stride_b + of_head * view.stride_h + channel;
   }
   __device__ uint32_t token_bits(const RowView& view, int of_head, int element) const {
     return load_bits(view.base, view.type, n * view.stride_b + of_head * view.stride_h + element);
-  }
-  __device__ float factor(float square) const {
-    return a.gate.l2norm ? rsqrtf(square + 1e-6f) : 1.0f;
   }
 
   /// Keys decayed up to the token, and what meets S_0. Returns the token's log decay.
@@ -132,55 +109,21 @@ struct RingHead {
       gates.load(a.tail_g, ring_at(a.tail_g, head), first, end - first);
     }
     with_state(0)[channel] = own_k * product, with_state(1)[channel] = own_q * product;
-    decay()[channel] = product;
+    decay(0)[channel] = product;
     return log_decay;
   }
 
-  __device__ float4 read4(const float* row) const {
-    return *reinterpret_cast<const float4*>(row + 4 * lane);
-  }
-  __device__ static float dot(float4 x, float4 y) {
-    return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, x.w * y.w)));
-  }
-  /// Sums of rows with k and q: a warp has every kRingWarps-th row, four of them side by side. The
-  /// last warp, which has the fewest rows, has the token's own sums too.
   __device__ void make_scores() const {
-    constexpr int kGroup = 4;
-    const float4 k = read4(own_key()), q = read4(own_query());
+    float k[4], q[4];
+    spread(own_key() + 4 * lane, k), spread(own_query() + 4 * lane, q);
 #pragma unroll 1
-    for (int at = warp; at < filled; at += kGroup * kRingWarps) {
-      float sums[2 * kGroup];
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) {
-        const float4 row = read4(key(min(at + j * kRingWarps, filled - 1)));
-        sums[2 * j] = dot(row, k), sums[2 * j + 1] = dot(row, q);
-      }
-      reduce_scatter<2 * kGroup, 16>(sums);
-      const int sum = lane / 4, row = at + sum / 2 * kRingWarps;
-      if (lane % 4 == 0 && row < filled)
-        reinterpret_cast<float*>(scores() + row)[sum % 2] = sums[0];
+    for (int at = warp; at < filled; at += 4 * kChannelWarps) {
+      float sums[8] = {};
+      score(at, filled, k, q, sums, [](int, int) {});
+      const int row = scored_row(at);
+      if (lane % 4 == 0 && row < filled) store_score(row, sums[0]);
     }
-    if (warp != kRingWarps - 1) return;
-    float sums[4] = {dot(k, k), dot(q, q), dot(q, k), 0.0f};
-    reduce_scatter<4, 16>(sums);
-    if (lane % 8 == 0) own_sums()[lane / 8] = sums[0];
-  }
-
-  template <class Columns>
-  __device__ void multiply_state() const {
-#pragma unroll 1
-    for (int c = 0; c < kWarpColumns; c += Columns::kColumns) {
-      const Columns tile(a.initial, a.shape, head, warp * kWarpColumns + c);
-      const int64_t from = tile.place(slot);
-      float sums[2][4] = {};
-#pragma unroll
-      for (int j = 0; j < kRingDim / 4 / Columns::kLanes; ++j) {
-        typename Columns::Patch x;
-        tile.load(from, j, x);
-        tile.multiply(with_state(0), j, x, sums[0]), tile.multiply(with_state(1), j, x, sums[1]);
-      }
-      tile.store_sums(sums[0], product(0)), tile.store_sums(sums[1], product(1));
-    }
+    sum_own(k, q);
   }
 
   /// The token's v_new of the thread's column; writes o, and with `flush` v_new of all rows to
@@ -202,13 +145,9 @@ struct RingHead {
       end = first, first = max(end - kRingSide, 0);
       if (end > 0) newest.load(a.tail_v_new, ring_at(a.tail_v_new, head), first, end - first);
     }
-    const float of_k = factor(own_sums()[0]), of_q = factor(own_sums()[1]);
     const float v = float_of(token_bits(a.v, head, channel), a.v.type);
     const float beta = beta_value(a.gate, float_of(token_bits(a.beta, head, 0), a.beta.type));
-    const float own = beta * (v - of_k * with_k);
-    store_element(a.o.base, a.o.type, n * a.o.stride_b + head * a.o.stride_h + channel,
-                  a.gate.scale * of_q * fmaf(own_sums()[2], of_k * own, with_q));
-    return own;
+    return finish(a, v, beta, with_k, with_q, n * a.o.stride_b + head * a.o.stride_h + channel);
   }
 
   /// Keys of several value heads are one row, which one of them writes.
@@ -217,17 +156,17 @@ struct RingHead {
       store_element(view.base, view.type, ring_at(view, of_head) + filled * view.stride_t, x);
     };
     if (value_head_of(a, q_head, 0) == head)
-      put(a.tail_k, q_head, own_key()[channel] * factor(own_sums()[0]));
+      put(a.tail_k, q_head, own_key()[channel] * norm_factor(a.gate, own_sums()[0]));
     put(a.tail_g, head, log_decay);
     put(a.tail_v_new, head, own_v_new);
   }
 
   template <class Columns>
   __device__ void fold(float own_v_new) const {
-    key(filled)[channel] = own_key()[channel] * factor(own_sums()[0]);
+    key(filled)[channel] = own_key()[channel] * norm_factor(a.gate, own_sums()[0]);
     v_new(filled)[channel] = own_v_new;
     __syncthreads();
-    const Folded rows{key(0), v_new(0), decay(), filled + 1, kRingDim};
+    const Folded rows{key(0), v_new(0), decay(0), filled + 1, kChannels};
 #pragma unroll 1
     for (int c = 0; c < kWarpColumns; c += Columns::kColumns) {
       const Columns tile(a.initial, a.shape, head, warp * kWarpColumns + c);
@@ -260,8 +199,8 @@ __device__ __noinline__ inline void write_ring_flags(const RingArgs& a) {
 }
 
 template <bool kPacked>
-__global__ void __launch_bounds__(kRingDim, 5) ring_kernel(const __grid_constant__ RingArgs a) {
-  using Columns = Tile<kRingDim, Access::kVectorsVK, kPacked>;
+__global__ void __launch_bounds__(kChannels, 5) ring_kernel(const __grid_constant__ RingArgs a) {
+  using Columns = Tile<kChannels, Access::kVectorsVK, kPacked>;
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   const unsigned of_flags = a.flags ? 1 : 0;
@@ -277,7 +216,7 @@ __global__ void __launch_bounds__(kRingDim, 5) ring_kernel(const __grid_constant
   }
   // Not fp32 states of many blocks: they would not stay in the L2 until they are read.
   if (threadIdx.x == 0 && (kPacked || gridDim.x <= 2 * a.ahead))
-    prefetch_state<kRingDim>(a.initial, slot, head);
+    prefetch_state<kChannels>(a.initial, slot, head);
   const RingHead of(a, n, slot, head);
   const float log_decay = of.make_rows();
   __syncthreads();
@@ -285,7 +224,8 @@ __global__ void __launch_bounds__(kRingDim, 5) ring_kernel(const __grid_constant
   const int first = max(of.filled - kRingSide, 0);
   newest.load(a.tail_v_new, of.ring_at(a.tail_v_new, head), first, of.filled - first);
   of.make_scores();
-  of.template multiply_state<Columns>();
+  of.for_each_tile<Columns>(
+      a, head, [&](const Columns& tile, float(&sums)[2][4]) { of.read_state(tile, slot, sums); });
   __syncthreads();
   const float v_new = of.solve(newest);
   of.flush ? of.template fold<Columns>(v_new) : of.append(log_decay, v_new);

@@ -7,6 +7,7 @@
 #include "cuda/decode/tail/copy_row.cuh"
 #include "cuda/decode/tail/layout.hpp"
 #include "cuda/decode/tail/sequence.cuh"
+#include "cuda/decode/tail/tile.cuh"
 
 namespace kda::cuda::tail {
 
@@ -59,46 +60,112 @@ struct RawVector {
   }
 };
 
+__device__ __forceinline__ float load_element(const RowView& view, int64_t at) {
+  return float_of(load_bits(view.base, view.type, at), view.type);
+}
+__device__ __forceinline__ void store_bits(const RowView& view, int64_t at, uint32_t bits) {
+  if (view.type == Element::kFloat32)
+    static_cast<uint32_t*>(view.base)[at] = bits;
+  else
+    static_cast<uint16_t*>(view.base)[at] = static_cast<uint16_t>(bits);
+}
+
+/// visit(mode) with the gate mode as a constant.
+template <class Visit>
+__device__ __forceinline__ void with_gate_mode(GateMode mode, Visit&& visit) {
+  switch (mode) {
+    case GateMode::kLog: return visit(std::integral_constant<GateMode, GateMode::kLog>());
+    case GateMode::kSoftplus: return visit(std::integral_constant<GateMode, GateMode::kSoftplus>());
+    case GateMode::kBounded: return visit(std::integral_constant<GateMode, GateMode::kBounded>());
+  }
+}
+template <GateMode kMode>
+__device__ __forceinline__ float decay_of(const GateView& of, float raw, float bias, float rate) {
+  if constexpr (kMode == GateMode::kBounded)  // a division has a branch, which others wait for
+    return exp2f(of.lower_bound * ptx::rcp(1.0f + expf(-rate * (raw + bias))) * kLog2e);
+  GateView gate = of;
+  gate.gate_mode = kMode;
+  return exp2f(log2_decay_exact(gate, raw, bias, rate));
+}
+
+/// Where tokens of a head lie in memory.
+struct TokenPlaces {
+  const TailArgs& a;
+  const Unit& unit;
+  const int batch_row, first_token;  ///< of the batch, and in that row
+
+  __device__ TokenPlaces(const TailArgs& args, const Unit& of, int64_t first)
+      : a(args),
+        unit(of),
+        batch_row(args.map.cu_seqlens ? 0 : static_cast<int>(of.row)),
+        first_token(
+            static_cast<int>(args.map.cu_seqlens ? first : first - of.row * args.map.num_tokens)) {}
+
+  __device__ int64_t token_at(const RowView& view, int64_t head, int token) const {
+    return batch_row * view.stride_b + (first_token + token) * view.stride_t +
+           static_cast<int>(head) * view.stride_h;
+  }
+};
+
+/// And those of its tail.
+struct RowPlaces : TokenPlaces {
+  const Start& start;
+  const int first_row;  ///< of the tail in its tensors
+
+  __device__ RowPlaces(const TailArgs& args, const Unit& of, const Start& at, int64_t first)
+      : TokenPlaces(args, of, first),
+        start(at),
+        first_row(
+            static_cast<int>(static_cast<uint32_t>(at.folded) % static_cast<uint32_t>(args.rows))) {
+  }
+
+  /// The row of index i, of the sure ones or of the tokens: no more than twice R from the first.
+  __device__ int row_of(int i) const {
+    int row = first_row + i;
+    if (row >= a.rows) row -= a.rows;
+    return row >= a.rows ? row - a.rows : row;
+  }
+  /// First element of the row of index i in a tensor of the tail.
+  __device__ int64_t tail_at(const RowView& view, int64_t head, int i) const {
+    return start.slot * view.stride_b + row_of(i) * view.stride_t + head * view.stride_h;
+  }
+
+  __device__ float rate_of() const {
+    return a.gate.A_log ? expf(a.gate.A_log[unit.head * a.gate.stride_A]) : 1.0f;
+  }
+  __device__ float bias_of(int channel) const {
+    if (a.gate.gate_mode == GateMode::kLog || !a.gate.dt_bias || channel >= a.shape.K) return 0;
+    return a.gate.dt_bias[unit.head * a.gate.stride_dt + channel * bias_step(a)];
+  }
+};
+
 /// kDense: K = V = kK, and rows of whole vectors. Those of values and queries lie in shared memory
 /// as they came in. load() only asks for rows, make() waits, and the block meets behind it. All
 /// keys and gates are then on their way, where their floats will be, each to the warp that makes
 /// it. kApart: Layout::products_apart.
 template <int kK, bool kDense, bool kApart = true>
-struct Rows {
+struct Rows : RowPlaces {
   static constexpr int kKeys = kK;
   static constexpr bool kIsDense = kDense;
   static constexpr int kGroup = 4;      // rows that are made side by side
   static constexpr int kOwn = kK / 32;  // channels of a lane where a warp has whole rows
   using Own = RawVector<kOwn>;
 
-  const TailArgs& a;
-  const Unit& unit;
-  const Start& start;
-  const int count;                   ///< of tokens
-  const int batch_row, first_token;  ///< where tokens lie: of the batch, and in that row
+  const int count;  ///< of tokens
   const int lane, warp, warps;
   const Layout layout;
   float* const shared;
-  const int first_row;  ///< of the tail in its tensors
 
   __device__ Rows(const TailArgs& args, const Unit& of, const Start& at, int64_t first,
                   int num_tokens)
-      : a(args),
-        unit(of),
-        start(at),
+      : RowPlaces(args, of, at, first),
         count(num_tokens),
-        batch_row(args.map.cu_seqlens ? 0 : static_cast<int>(of.row)),
-        first_token(
-            static_cast<int>(args.map.cu_seqlens ? first : first - of.row * args.map.num_tokens)),
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
         warps(static_cast<int>(blockDim.x) / 32),
         layout(Layout::of(args.most_sure, args.most_tokens, kDense ? kK : channels_of(args.shape.K),
                           kDense ? kK : args.shape.V, kApart)),
-        shared(reinterpret_cast<float*>(ptx::dynamic_shared())),
-        first_row(
-            static_cast<int>(static_cast<uint32_t>(at.folded) % static_cast<uint32_t>(args.rows))) {
-  }
+        shared(reinterpret_cast<float*>(ptx::dynamic_shared())) {}
 
   /// Floats of a row of channels.
   __device__ int keys() const { return kDense ? kK : layout.keys; }
@@ -190,36 +257,20 @@ struct Rows {
     return float_of(value_bits(token, column), a.v.type);
   }
   __device__ float beta(int token) const {
-    return beta_value(a.gate, read_element(a.beta, token_at(a.beta, unit.head, token),
-                                           shared + layout.beta() + token));
+    return beta_value(a.gate, kDense ? shared[layout.beta() + token]
+                                     : load_element(a.beta, token_at(a.beta, unit.head, token)));
   }
   /// The factor that normalises the key of row i.
   __device__ float key_factor(int i) const {
-    if (!a.gate.l2norm) return 1;
     float sum = squares(0)[i];
 #pragma unroll
     for (int part = 1; !kDense && part < parts(); ++part) sum += squares(part)[i];
-    return rsqrtf(sum + 1e-6f);
+    return norm_factor(a.gate, sum);
   }
   /// The factor that normalises q of a token, and q . k of what was not normalised.
   __device__ float2 query_factors(int token) const {
     const float2 sums = *of_q(token);
-    return {a.gate.l2norm ? rsqrtf(sums.x + 1e-6f) : 1.0f, sums.y};
-  }
-
-  /// The row of index i, of the sure ones or of the tokens: no more than twice R from the first.
-  __device__ int row_of(int i) const {
-    int row = first_row + i;
-    if (row >= a.rows) row -= a.rows;
-    return row >= a.rows ? row - a.rows : row;
-  }
-  /// First element of the row of index i in a tensor of the tail.
-  __device__ int64_t tail_at(const RowView& view, int64_t head, int i) const {
-    return start.slot * view.stride_b + row_of(i) * view.stride_t + head * view.stride_h;
-  }
-  __device__ int64_t token_at(const RowView& view, int64_t head, int token) const {
-    return batch_row * view.stride_b + (first_token + token) * view.stride_t +
-           static_cast<int>(head) * view.stride_h;
+    return {norm_factor(a.gate, sums.x), sums.y};
   }
 
   /// Asks for v_new and the tokens.
@@ -235,7 +286,7 @@ struct Rows {
 
   /// Keys, as they came in, and decays. Appends the tokens' rows.
   __device__ void make() {
-    const float rate = a.gate.A_log ? expf(a.gate.A_log[unit.head * a.gate.stride_A]) : 1.0f;
+    const float rate = rate_of();
     if constexpr (kDense) {
       make_whole_rows(rate);
       ptx::cp_async_wait<0>();
@@ -303,27 +354,14 @@ struct Rows {
       ptx::cp_async<16>(ptx::shared_address(row + 4 * lane),
                         static_cast<const char*>(view.base) + at * size + 16 * lane);
   }
-  /// The word that has an element, which may begin in its middle.
-  __device__ static uintptr_t address_of(const RowView& view, int64_t at) {
-    return reinterpret_cast<uintptr_t>(view.base) + static_cast<uintptr_t>(at * size_of(view));
-  }
-  __device__ static void copy_element(const RowView& view, int64_t at, float* word) {
-    ptx::cp_async<4>(ptx::shared_address(word),
-                     reinterpret_cast<const void*>(address_of(view, at) & ~uintptr_t{3}));
-  }
   __device__ void load_tokens() const {
 #pragma unroll 1
     for (int t = warp; t < count; t += warps) {
       copy(a.q, token_at(a.q, unit.q_head, t), shared + layout.q() + t * kK);
       copy(a.v, token_at(a.v, unit.head, t), shared + layout.v() + t * kK);
-      if (lane == 0)
-        copy_element(a.beta, token_at(a.beta, unit.head, t), shared + layout.beta() + t);
     }
-  }
-
-  __device__ float bias_of(int channel) const {
-    if (a.gate.gate_mode == GateMode::kLog || !a.gate.dt_bias || channel >= a.shape.K) return 0;
-    return a.gate.dt_bias[unit.head * a.gate.stride_dt + channel * bias_step(a)];
+    for (int t = static_cast<int>(threadIdx.x); t < count; t += static_cast<int>(blockDim.x))
+      shared[layout.beta() + t] = load_element(a.beta, token_at(a.beta, unit.head, t));
   }
 
   // ---- whole rows, of a dense kernel
@@ -338,12 +376,10 @@ struct Rows {
       const bool is_token = i >= sure();
       const RowView &key = is_token ? a.k : a.tail_k, &gate = is_token ? a.g : a.tail_g;
       copy(key, row_at(a.tail_k, a.k, unit.q_head, i), k(i));
-      const int64_t at = row_at(a.tail_g, a.g, unit.head, i);
-      if (gate_step(a) != 0)
-        copy(gate, at, decay(i));
-      else if (lane == 0)
-        copy_element(gate, at, decay(i));
+      if (gate_step(a) != 0) copy(gate, row_at(a.tail_g, a.g, unit.head, i), decay(i));
     }
+    if (gate_step(a) != 0) return;
+    for (int i = warp + warps * lane; i < sure() + count; i += 32 * warps) *decay(i) = head_gate(i);
   }
   __device__ void make_whole_row(int i, const float (&bias)[kOwn], float rate) const {
     Own key, gate;
@@ -352,8 +388,7 @@ struct Rows {
     if (gate_step(a) != 0)
       gate.load(decay(i), a.g.type, kOwn * lane);
     else
-      head_gate =
-          read_element(i < sure() ? a.tail_g : a.g, row_at(a.tail_g, a.g, unit.head, i), decay(i));
+      head_gate = *decay(i);
     __syncwarp();  // floats take their place
     float x[kOwn], sum = 0;
     key.convert(a.k.type, x);
@@ -369,7 +404,7 @@ struct Rows {
     make_decays(x, bias, rate);
     write_own(x, decay(i));
     if (!a.gate.l2norm) return;
-    sum = sum_over(sum, 1, 32);
+    reduce_scatter<1, 16>(&sum);
     if (lane == 0) squares(0)[i] = sum;
   }
   __device__ void make_whole_rows(float rate) const {
@@ -398,12 +433,6 @@ struct Rows {
 
   // ---- from what was read to numbers in its place
 
-  __device__ float read_element(const RowView& view, int64_t at, const float* word) const {
-    if constexpr (!kDense) return float_of(load_bits(view.base, view.type, at), view.type);
-    const uint32_t bits = __float_as_uint(*word);
-    if (view.type == Element::kFloat32) return __uint_as_float(bits);
-    return float_of(address_of(view, at) & 2 ? bits >> 16 : bits & 0xffff, view.type);
-  }
   /// This lane's element of a part of a row of the tail or of a token; 0 past `size`.
   __device__ uint32_t bits_at(const RowView& view, int64_t at, int part, int size) const {
     const int channel = part * kPart + lane;
@@ -421,11 +450,7 @@ struct Rows {
     }
   }
   __device__ float head_gate(int i) const {
-    const bool is_token = i >= sure();
-    return float_of(load_bits(is_token ? a.g.base : a.tail_g.base, a.g.type,
-                              is_token ? token_at(a.g, unit.head, i - sure())
-                                       : tail_at(a.tail_g, unit.head, i)),
-                    a.g.type);
+    return load_element(i < sure() ? a.tail_g : a.g, row_at(a.tail_g, a.g, unit.head, i));
   }
 
   /// Looks at the type once.
@@ -440,25 +465,13 @@ struct Rows {
     }
   }
 
-  template <GateMode kMode, int kCount>
-  __device__ void make_decays(float (&x)[kCount], const float (&bias)[kCount], float rate) const {
-    GateView gate = a.gate;
-    gate.gate_mode = kMode;
-#pragma unroll
-    for (int c = 0; c < kCount; ++c) {
-      if constexpr (kMode == GateMode::kBounded)  // a division has a branch, which others wait for
-        x[c] = exp2f(gate.lower_bound * ptx::rcp(1.0f + expf(-rate * (x[c] + bias[c]))) * kLog2e);
-      else
-        x[c] = exp2f(log2_decay_exact(gate, x[c], bias[c], rate));
-    }
-  }
   template <int kCount>
   __device__ void make_decays(float (&x)[kCount], const float (&bias)[kCount], float rate) const {
-    switch (a.gate.gate_mode) {
-      case GateMode::kLog: return make_decays<GateMode::kLog>(x, bias, rate);
-      case GateMode::kSoftplus: return make_decays<GateMode::kSoftplus>(x, bias, rate);
-      case GateMode::kBounded: return make_decays<GateMode::kBounded>(x, bias, rate);
-    }
+    with_gate_mode(a.gate.gate_mode, [&](auto mode) {
+#pragma unroll
+      for (int c = 0; c < kCount; ++c)
+        x[c] = decay_of<decltype(mode)::value>(a.gate, x[c], bias[c], rate);
+    });
   }
 
   /// Rows [at, at + kGroup). Past the last row that one is made again, and not written.
@@ -497,12 +510,6 @@ struct Rows {
     if (lane % (32 / kGroup) == 0 && row < end) squares(part)[row] = sums[0];
   }
 
-  __device__ static void store_bits(const RowView& view, int64_t at, uint32_t bits) {
-    if (view.type == Element::kFloat32)
-      static_cast<uint32_t*>(view.base)[at] = bits;
-    else
-      static_cast<uint16_t*>(view.base)[at] = static_cast<uint16_t>(bits);
-  }
   /// Keys that several value heads share are copied by a kernel behind.
   __device__ void append(int i, int channel, uint32_t key, uint32_t gate) const {
     if (gate_step(a) != 0) store_bits(a.tail_g, tail_at(a.tail_g, unit.head, i) + channel, gate);

@@ -66,13 +66,16 @@ __device__ __forceinline__ bool has_accepted_rows(const TailArgs& a, int64_t n,
 /// whose accepted rows are wrong is skipped.
 __device__ __forceinline__ Start place_of(const TailArgs& a, int64_t n, bool rows_moved = true) {
   Start start;
+  // All on their way before any is looked at.
   const int64_t slot = a.initial.indices[n];
+  const int32_t position = a.positions[n];
+  const bool masked = a.initial.mask && a.initial.mask[n] == 0;
   if (lacks_slot(a.initial, slot)) return start;
   start.slot = static_cast<int32_t>(slot);
-  start.position = a.positions[n];
+  start.position = position;
   start.wrong = start.position < 0 || (rows_moved && a.wrong_accepted && a.wrong_accepted[n] != 0);
   start.skip = start.wrong;
-  if (!a.initial.mask || a.initial.mask[n] != 0) start.source = start.slot;
+  if (!masked) start.source = start.slot;
   return start;
 }
 

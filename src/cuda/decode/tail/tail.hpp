@@ -22,6 +22,7 @@ struct TailArgs : HeadGates<DecodeArgs> {
   int32_t* folded = nullptr;           ///< [slots, HV]
   int64_t stride_folded_slot = 0, stride_folded_head = 0;
   int32_t rows = 0;         ///< R
+  bool vectors = false;     ///< states and rows without gaps, at multiples of 16 bytes
   int32_t most_sure = 0;    ///< rows in front of the tokens of a sequence of this call
   int32_t most_tokens = 0;  ///< of a sequence of this call
   bool settle = false;
@@ -80,7 +81,8 @@ Status launch_move_accepted(const TailArgs& args, const Launch& launch);
 /// Folds split states, before the decode, which writes `folded`.
 Status launch_fold_split(const TailArgs& args, const Launch& launch);
 Status launch_tail_decode(const TailArgs& args, const Launch& launch);
-/// The decode of chains of several tokens, K = V = 128, of states and rows in vectors.
+/// The decode of at most one token a sequence, and of chains of several: kernel_of().
+Status launch_step(const TailArgs& args, const Launch& launch);
 Status launch_verify(const TailArgs& args, const Launch& launch);
 /// Copies the tokens' rows of k into the tail, behind the decode.
 Status launch_append_keys(const TailArgs& args, const Launch& launch);

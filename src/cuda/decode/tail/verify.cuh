@@ -269,7 +269,7 @@ template <int kMost>
 __global__ void __launch_bounds__(32 * kVerifyWarps, kMost == 4 ? 5 : 4)
     verify_kernel(const __grid_constant__ TailArgs a) {
   Task task;
-  if (!find_task<true>(a, &task)) return;
+  if (!find_tokens(a, &task) || !find_tail<true>(a, &task)) return;
   Start& start = task.start;
   const int32_t target = fold_target(a, task.unit.n, start);
   bool folds = writes_state(a, start, target - start.folded);
