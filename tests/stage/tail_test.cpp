@@ -1048,6 +1048,32 @@ TEST(Tail, PlansSayItAndGpusRefuseMoreRowsThanTheyHaveMemoryFor) {
       << unknown.message();
 }
 
+TEST(Tail, PlansListTheKernelThatDecodesAndItsMemory) {
+  const struct {
+    const char* kernel;
+    int64_t size, rows, tokens;
+    bool tree;
+    int64_t alignment;  // of k
+  } cases[] = {{"step", 128, 32, 1, false, 16}, {"tail", 128, 33, 1, false, 16},
+               {"tail", 128, 32, 1, false, 8},  {"tail", 64, 32, 1, false, 16},
+               {"tail", 128, 32, 2, false, 16}, {"verify", 128, 32, 3, false, 16},
+               {"tail", 128, 32, 3, false, 8},  {"tail", 128, 32, 3, true, 16},
+               {"step", 128, 16, 1, true, 16},  {"verify", 128, 200, 8, false, 16}};
+  for (const auto& x : cases) {
+    World world(StateLayout::kKV, DType::kFloat32, {x.size, x.size});
+    Problem p = world.inputs.problem;
+    p.operation = kStep, p.num_tokens = x.tokens;
+    p.initial_state = states(p, DType::kFloat32, kSlots, true);
+    p.tail = tails(p, x.rows);
+    p.k.alignment = x.alignment;
+    if (x.tree) p.token_parents = true, p.state_index_columns = x.tokens;
+    Plan plan;
+    const Status made = make_plan(p, {}, gpu_facts(132, 86), {}, &plan);
+    ASSERT_TRUE(made.ok()) << made.message();
+    EXPECT_EQ(plan.kernels[0].kernel, x.kernel) << x.rows << " rows, " << x.tokens << " tokens";
+  }
+}
+
 TEST(Tail, InC) {
   if (test::on_cuda()) GTEST_SKIP() << "its calls are on host memory";
   World world(StateLayout::kVK, kSplit);
