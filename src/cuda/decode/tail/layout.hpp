@@ -93,10 +93,12 @@ struct ChannelLayout {
 
 KDA_HOST_DEVICE_INLINE ChannelLayout ring_layout(int32_t rows) { return {rows, 1}; }
 
-/// Of a tail of R rows; sizes are bytes of an element of k and g. One gate a head is a word a row.
+/// A tail of R rows; sizes are bytes of an element of k and g. One gate a head is a word a row.
+/// Rows are of most groups where the oldest is alone in its own, in front of a boundary.
 KDA_HOST_DEVICE_INLINE ChannelLayout step_layout(int32_t rows, int32_t key_size, int32_t gate_size,
                                                  bool head_gates) {
-  return {rows, rows / static_cast<int32_t>(kTailBoundary) + 1, rows * kChannels * key_size / 4,
+  return {rows, (rows - 2) / static_cast<int32_t>(kTailBoundary) + 2,
+          rows * kChannels * key_size / 4,
           head_gates ? rows * kChannelWarps : rows * kChannels * gate_size / 4};
 }
 
