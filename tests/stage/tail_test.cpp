@@ -34,6 +34,7 @@ struct Sizes {
   check::Regime regime = check::Regime::kNeedle;
   bool head_gates = false;  ///< and one bias a head
   int64_t rows = kRows, slots = kSlots;
+  int64_t heads = kHeads;  ///< of q and k
 };
 
 /// A pool, its tails, and one call on them.
@@ -57,7 +58,7 @@ struct World {
   explicit World(StateLayout layout = StateLayout::kKV, DType states = DType::kFloat32,
                  const Sizes& sizes = {})
       : K(sizes.K), V(sizes.V), R(sizes.rows), num_slots(sizes.slots) {
-    check::GenerateOptions options = test::shape(kTokens, kHeads, K, V);
+    check::GenerateOptions options = test::shape(kTokens, sizes.heads, K, V);
     options.num_value_heads = kValueHeads;
     options.dtype = sizes.dtype;
     options.regime = sizes.regime;
@@ -73,7 +74,7 @@ struct World {
       return buffer;
     };
     pool = made(num_slots * kValueHeads * K * V, state_dtype);
-    k = made(num_slots * kHeads * R * K), g = made(num_slots * kValueHeads * R * K);
+    k = made(num_slots * sizes.heads * R * K), g = made(num_slots * kValueHeads * R * K);
     v_new = made(num_slots * kValueHeads * R * V);
     rest = made(num_slots * kValueHeads * K * V, DType::kInt16);
     v = v_new, beta = made(num_slots * kValueHeads * R);
@@ -351,6 +352,80 @@ TEST(Tail, FastKernelsHaveTheSameBitsForEveryCut) {
   for (const std::string& backend : backends_with_tails())
     for (const auto& x : cases)
       expect_same_bits_for_every_cut(backend, x.layout, x.states, x.sizes);
+}
+
+/// Up to R = 32 a GPU has a kernel of one token, which settles too. Its bits are those of a larger
+/// tail, which it does not serve.
+void expect_steps_as_of_more_rows(StateLayout layout, DType states, Sizes sizes,
+                                  const std::vector<Piece>& cut) {
+  World world(layout, states, sizes);
+  sizes.rows = kManyRows;
+  World more(layout, states, sizes);
+  world.backend = more.backend = "recurrent";
+  ASSERT_EQ(play(&world, cut), play(&more, cut)) << world.R;
+  ASSERT_EQ(world.folded_after, more.folded_after);
+  ASSERT_TRUE(same_states(world, more)) << world.R;
+}
+
+TEST(Tail, StepsOfAGpuHaveTheBitsOfALargerTail) {
+  if (!test::on_cuda()) GTEST_SKIP() << "a CPU has one implementation of all R";
+  using check::Regime;
+  // A token's row takes the place of the oldest one; rows of two groups.
+  const std::vector<Piece> full = {{kPrefill, 30}, {kStep, 1}, {kStep, 1},    {kStep, 1},
+                                   {kStep, 0},     {kStep, 1}, {kPrefill, 15}};
+  // All rows in three groups, settled or in front of a forward's boundary; two beside others.
+  const std::vector<Piece> filled = {{kPrefill, 15}, {kStep, 0}, {kStep, 1},
+                                     {kStep, 9},     {kStep, 5}, {kStep, 9}};
+  std::vector<Piece> settled = filled, prefilled = filled;
+  settled.insert(
+      settled.end(),
+      {{kStep, 0}, {kStep, 7}, {kStep, 0}, {kStep, 9}, {kStep, 6}, {kStep, 8}, {kStep, 1}});
+  prefilled.insert(prefilled.end(), {{kPrefill, 14}, {kStep, 1}});
+  constexpr DType kFloat = DType::kFloat32, kHalf = DType::kBFloat16;
+  constexpr StateLayout kKV = StateLayout::kKV, kVK = StateLayout::kVK;
+  const Sizes halves{128, 128, kHalf, Regime::kTrained, false, 16};
+  const Sizes one_gate{128, 128, kHalf, Regime::kSoftplus, true, 16, kSlots, kValueHeads};
+  const Sizes odd{128, 128, DType::kFloat16, Regime::kSoftplus, true, 24};
+  const Sizes floats{128, 128, kFloat, Regime::kNeedle, false, 24, kSlots, kValueHeads};
+  const Sizes most{128, 128, kHalf, Regime::kTrained, false, 32};
+  expect_steps_as_of_more_rows(kVK, kFloat, halves, full);
+  expect_steps_as_of_more_rows(kKV, kSplit, one_gate, full);
+  expect_steps_as_of_more_rows(kVK, kHalf, odd, settled);
+  expect_steps_as_of_more_rows(kKV, kFloat, floats, prefilled);
+  expect_steps_as_of_more_rows(kKV, kHalf, most, settled);
+}
+
+/// Lengths that the device alone knows, of at most one token: a new sequence, a new one without a
+/// token, one without a slot, and one that reads the state of its source.
+TEST(Tail, StepsOfAPackHaveTheBitsOfALargerTail) {
+  if (!test::on_cuda()) GTEST_SKIP() << "a CPU has one implementation of all R";
+  constexpr std::ptrdiff_t kToken = kValueHeads * 128;
+  std::vector<float> all[2];
+  std::vector<World> worlds;
+  for (const int64_t rows : {int64_t{16}, kManyRows}) {
+    const Sizes wide{128, 128, DType::kBFloat16, check::Regime::kTrained, false, rows};
+    World& world = worlds.emplace_back(StateLayout::kVK, DType::kFloat32, wide);
+    world.backend = "recurrent";
+    begin(&world, 16);
+    world.slots = {3, 1, -1, 4}, world.positions = {5, 32, 0, 16}, world.sources = {-1, -1, -1, 2};
+    world.lengths = {0, 1, 1, 2, 3}, world.mask = {0, 0, 0, 1};
+    world.change = [](Problem* p) { p->zero_skipped = true; };
+    for (const int64_t at : {0, 3}) {
+      std::vector<float> o;
+      ASSERT_TRUE(world.call(kStep, at, at + 3, &o).ok());
+      EXPECT_EQ(world.flags, 0);
+      EXPECT_TRUE(
+          std::all_of(o.begin() + kToken, o.begin() + 2 * kToken, [](float x) { return x == 0; }));
+      std::vector<float>& expected = all[worlds.size() - 1];
+      expected.insert(expected.end(), o.begin(), o.begin() + 3 * kToken);
+      world.mask = {1, 1, 0, 1}, ++world.positions[0], ++world.positions[3];
+    }
+    world.lengths.clear();
+    ASSERT_TRUE(world.settle().ok());
+  }
+  EXPECT_EQ(all[0], all[1]);
+  EXPECT_EQ(worlds[0].folded, worlds[1].folded);
+  EXPECT_TRUE(same_states(worlds[0], worlds[1]));
 }
 
 /// A GPU takes a forward up to the boundary where it ends, and decodes what is behind it. With
@@ -1022,6 +1097,24 @@ TEST(Tail, PlansSayItAndGpusRefuseMoreRowsThanTheyHaveMemoryFor) {
   ASSERT_TRUE(make_plan(p, {}, gpu, {}, &plan).ok());
   ASSERT_EQ(plan.kernels.size(), 2);
   EXPECT_EQ(plan.kernels[1].kernel, "append_keys");
+  // K = V = 128 has kernels of one token, up to R = 32, and of three and more.
+  const World wide(StateLayout::kVK, DType::kFloat32, {128, 128});
+  const auto kernels_of = [&](Operation operation, int64_t tokens, int64_t rows) {
+    Problem of = wide.inputs.problem;
+    of.operation = operation, of.num_tokens = tokens;
+    of.initial_state = states(of, DType::kFloat32, kSlots, true);
+    of.tail = tails(of, rows);
+    EXPECT_TRUE(make_plan(of, {}, gpu, {}, &plan).ok());
+    std::string all;
+    for (const KernelChoice& choice : plan.kernels)
+      if (choice.stage != "forward") all += choice.kernel + " ";
+    return all;
+  };
+  EXPECT_EQ(kernels_of(kStep, 1, 32), "step append_keys ");
+  EXPECT_EQ(kernels_of(kStep, 1, 33), "tail append_keys ");
+  EXPECT_EQ(kernels_of(kStep, 2, 32), "tail append_keys ");
+  EXPECT_EQ(kernels_of(kStep, 3, 32), "verify append_keys ");
+  EXPECT_EQ(kernels_of(kPrefill, 40, 32), "tail_ends step verify append_keys ");
   // Rows are in shared memory, of which older GPUs have less.
   p.tail = tails(p, 150);
   ASSERT_TRUE(make_plan(p, {}, gpu, {}, &plan).ok());
