@@ -257,8 +257,10 @@ __global__ void __launch_bounds__(kChannels, 6) step_kernel(const __grid_constan
   if (task.count > 0)
     token.load(a, {a, task.unit, task.tokens.begin}, static_cast<int>(threadIdx.x));
   if (!find_tail<Columns::kMayBeSplit>(a, &task)) return;
-  const StepHead of({a, task.unit, task.start, task.tokens.begin},
-                    fold_target(a, task.unit.n, task.start) - task.start.folded);
+  const int fold_rows = fold_target(a, task.unit.n, task.start) - task.start.folded;
+  // No token reads S_0: a sequence that waits, or whose split state has been folded in front.
+  if (task.count == 0 && !writes_state(a, task.start, fold_rows)) return finish_task(a, task);
+  const StepHead of({a, task.unit, task.start, task.tokens.begin}, fold_rows);
   of.copy_rows();
   // Not of many blocks: S_0 would not stay in the L2 until it is read.
   if (threadIdx.x == 0 && task.start.source >= 0 && gridDim.x <= 2 * a.ahead)
