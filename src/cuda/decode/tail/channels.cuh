@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a block shares where a thread has one channel of all rows, and one column of v_new and o:
-// the kernels of one token, step.cuh of a tail and ring.cuh of a ring. K = V = 128.
+// The shared memory of kernels of one token, step.cuh of a tail and ring.cuh of a ring, K = V =
+// 128: a thread has one channel of all rows, and one column of v_new and o.
 #pragma once
 
 #include "cuda/decode/tail/layout.hpp"
@@ -31,7 +31,7 @@ struct Channels {
   __device__ float* product(int of_q) const { return shared + layout.vector(4 + of_q); }
   /// The decays that S_0 meets where a group of rows folds.
   __device__ float* decay(int group) const { return shared + layout.decays() + group * kChannels; }
-  /// Of rows with k and q.
+  /// Scores of rows with k and q.
   __device__ float2* scores() const { return reinterpret_cast<float2*>(shared + layout.scores()); }
   /// k . k, q . q and q . k of the token.
   __device__ float* own_sums() const { return shared + layout.own(); }

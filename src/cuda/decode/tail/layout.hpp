@@ -102,7 +102,7 @@ KDA_HOST_DEVICE_INLINE ChannelLayout step_layout(int32_t rows, int32_t key_size,
           head_gates ? rows * kChannelWarps : rows * kChannels * gate_size / 4};
 }
 
-/// Of the kernel of verify: a fold has at most 16 rows, and fewer are in front of the tokens then.
+/// Verify has at most 16 rows in front of its tokens: a fold has no more, and leaves fewer.
 inline int64_t verify_bytes(int64_t sure, int64_t tokens) {
   return shared_bytes(std::min(sure, kTailBoundary), tokens, kChannels, kChannels, false);
 }

@@ -107,7 +107,7 @@ struct TokenPlaces {
   }
 };
 
-/// And those of its tail.
+/// Where the rows of its tail lie beside its tokens.
 struct RowPlaces : TokenPlaces {
   const Start& start;
   const int first_row;  ///< of the tail in its tensors

@@ -22,7 +22,7 @@ namespace kda::cuda::tail {
 
 constexpr int kStepSide = 4;  // rows that are read side by side
 
-/// What a thread has of a token, as it came in: its channel, or its column of v.
+/// A thread has its channel of a token, and its column of v, as they came in.
 struct OwnToken {
   uint32_t q = 0, k = 0, g = 0, v = 0;
 
@@ -53,11 +53,11 @@ struct StepHead : RowPlaces, Channels {
 
   /// Rows as they came in.
   __device__ float* raw_keys() const { return shared + layout.raw_keys(); }
-  /// Of one gate a head: a word a row, of this warp's own.
+  /// One gate a head is a word a row, and each warp has its own.
   __device__ float* raw_gates() const {
     return shared + layout.raw_gates() + (gate_step(a) == 0 ? warp * layout.rows : 0);
   }
-  /// What normalises the key of a row.
+  /// The factor that normalises the key of a row.
   __device__ float* factors() const { return shared + layout.factors(); }
 
   /// Asks for this warp's elements of all rows of a tensor of the tail, of `size` bytes each.

@@ -17,7 +17,7 @@ __device__ __forceinline__ void spread(const float* from, float (&x)[4]) {
   x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
 }
 
-/// What normalises a key or a query, of its sum of squares.
+/// The factor that normalises a key or a query, from its sum of squares.
 __device__ __forceinline__ float norm_factor(const GateView& gate, float square) {
   return gate.l2norm ? rsqrtf(square + 1e-6f) : 1.0f;
 }
