@@ -103,11 +103,10 @@ struct Channels {
   /// v_new of the token in this thread's column, behind the rows' part; writes o.
   __device__ float finish(const TailArgs& a, float v, float beta, float with_k, float with_q,
                           int64_t o_at) const {
-    const float of_k = norm_factor(a.gate, own_sums()[0]);
-    const float of_q = norm_factor(a.gate, own_sums()[1]);
-    const float own = beta * (v - of_k * with_k);
-    store_element(a.o.base, a.o.type, o_at,
-                  a.gate.scale * of_q * fmaf(own_sums()[2], of_k * own, with_q));
+    const float2 of_q{norm_factor(a.gate, own_sums()[1]), own_sums()[2]};
+    const Factors factors{norm_factor(a.gate, own_sums()[0]), of_q, beta};
+    const auto [own, o] = solve_token(a.gate, factors, v, with_k, with_q);
+    store_element(a.o.base, a.o.type, o_at, o);
     return own;
   }
 };

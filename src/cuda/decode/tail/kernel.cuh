@@ -149,13 +149,6 @@ __device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, 
   rows.write_own(query, rows.with_state(in_batch, true));
 }
 
-/// Numbers that v_new and o of a token take beside sums and v, in every column.
-struct Factors {
-  float of_key;  ///< normalises the key
-  float2 of_q;   ///< Rows::query_factors()
-  float beta;
-};
-
 template <class Rows>
 __device__ __forceinline__ Factors factors_of(const Rows& rows, int token) {
   return {rows.key_factor(rows.sure() + token), rows.query_factors(token), rows.beta(token)};
@@ -167,9 +160,7 @@ __device__ __forceinline__ void write_token(const Rows& rows, const Factors& fac
                                             int token, float with_k, float with_q) {
   const TailArgs& a = rows.a;
   const int x = rows.sure() + token;
-  const float v_new = factors.beta * (rows.value(token, column) - factors.of_key * with_k);
-  const float o =
-      a.gate.scale * factors.of_q.x * fmaf(factors.of_q.y, factors.of_key * v_new, with_q);
+  const auto [v_new, o] = solve_token(a.gate, factors, rows.value(token, column), with_k, with_q);
   const RowView& view = a.tail_v_new;
   static_cast<float*>(view.base)[rows.tail_at(view, rows.unit.head, x) + column] = v_new;
   rows.v_new(x)[column] = v_new;
@@ -216,24 +207,18 @@ __device__ __forceinline__ void go_behind_split_fold(const TailArgs& a, int64_t 
   start->folded = target, start->source = start->slot;
 }
 
-/// Folds rows [0, target), in groups, into the columns of a tile, and writes them. Patches in pairs
-/// share what they read of v_new.
+/// Folds rows [0, target), in groups, into the columns of a tile, and writes them.
 template <class Tile, class Rows>
 __device__ __forceinline__ void fold_state(const Rows& rows, const Tile& tile, const State& state,
                                            int target) {
-  const int64_t from = tile.place(state.from), to = tile.place(state.to);
-#pragma unroll 1
-  for (int j = 0; j < tile.patches(); j += 2) {
-    typename Tile::Patch x[2] = {};
-    if (state.from >= 0) tile.load(from, j, x[0]), tile.load(from, j + 1, x[1]);
+  tile.rewrite(state.from, state.to, [&](int j, typename Tile::Patch(&x)[2]) {
 #pragma unroll 1
     for (int at = 0; at < target;) {
       const int end = fold_end(rows.start, at, target);
       tile.fold({rows.k(at), rows.v_new(at), rows.decay(at), end - at, rows.columns()}, j, x);
       at = end;
     }
-    tile.store(to, j, x[0]), tile.store(to, j + 1, x[1]);
-  }
+  });
 }
 
 /// Products of S_0 in the columns of a tile with `count` tokens from the `first` on of the batch at

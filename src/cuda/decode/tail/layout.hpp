@@ -86,8 +86,11 @@ struct ChannelLayout {
   KDA_HOST_DEVICE_INLINE int32_t raw_keys() const { return vector(6 + groups); }
   KDA_HOST_DEVICE_INLINE int32_t raw_gates() const { return raw_keys() + raw_floats; }
   KDA_HOST_DEVICE_INLINE int32_t scores() const { return raw_gates() + gate_floats; }
+  /// They normalise keys that lie there as they came in.
   KDA_HOST_DEVICE_INLINE int32_t factors() const { return scores() + 2 * rows; }
-  KDA_HOST_DEVICE_INLINE int32_t own() const { return factors() + (rows + 3) / 4 * 4; }
+  KDA_HOST_DEVICE_INLINE int32_t own() const {
+    return factors() + (raw_floats > 0 ? (rows + 3) / 4 * 4 : 0);
+  }
   KDA_HOST_DEVICE_INLINE int32_t bytes() const { return 4 * (own() + 4); }
 };
 

@@ -170,14 +170,8 @@ struct RingHead : Channels {
 #pragma unroll 1
     for (int c = 0; c < kWarpColumns; c += Columns::kColumns) {
       const Columns tile(a.initial, a.shape, head, warp * kWarpColumns + c);
-      const int64_t at = tile.place(slot);
-#pragma unroll 1
-      for (int j = 0; j < tile.patches(); j += 2) {
-        typename Columns::Patch x[2];
-        tile.load(at, j, x[0]), tile.load(at, j + 1, x[1]);
-        tile.fold(rows, j, x);
-        tile.store(at, j, x[0]), tile.store(at, j + 1, x[1]);
-      }
+      tile.rewrite(slot, slot,
+                   [&](int j, typename Columns::Patch(&x)[2]) { tile.fold(rows, j, x); });
     }
   }
 };

@@ -184,21 +184,21 @@ struct StepHead : RowPlaces, Channels {
 
   // ---- S_0
 
-  /// Rows are folded into S_0, which is written; patches in pairs share what they read of v_new.
+  /// Rows are folded into S_0, which is written and met by the token.
   template <class Tile>
   __device__ __forceinline__ void fold(const Tile& tile, const State& state,
                                        float (&sums)[2][4]) const {
-    const int64_t from = tile.place(state.from), to = tile.place(state.to);
-#pragma unroll 1
-    for (int j = 0; j < tile.patches(); j += 2) {
-      typename Tile::Patch x[2] = {};
-      if (state.from >= 0) tile.load(from, j, x[0]), tile.load(from, j + 1, x[1]);
-      for_each_group([&](int group, int first, int end) {
-        tile.fold({key(first), v_new(first), decay(group), end - first, kChannels}, j, x);
-      });
-      tile.store(to, j, x[0]), tile.store(to, j + 1, x[1]);
-      multiply(tile, j, x[0], sums), multiply(tile, j + 1, x[1], sums);
-    }
+    using Patch = typename Tile::Patch;
+    tile.rewrite(
+        state.from, state.to,
+        [&](int j, Patch(&x)[2]) {
+          for_each_group([&](int group, int first, int end) {
+            tile.fold({key(first), v_new(first), decay(group), end - first, kChannels}, j, x);
+          });
+        },
+        [&](int j, const Patch(&x)[2]) {
+          multiply(tile, j, x[0], sums), multiply(tile, j + 1, x[1], sums);
+        });
   }
   template <class Tile>
   __device__ void run_state() const {

@@ -22,6 +22,23 @@ __device__ __forceinline__ float norm_factor(const GateView& gate, float square)
   return gate.l2norm ? rsqrtf(square + 1e-6f) : 1.0f;
 }
 
+/// Numbers that v_new and o of a token take beside sums and v, in every column.
+struct Factors {
+  float of_key;  ///< normalises the key
+  float2 of_q;   ///< normalises q; q . k of what was not normalised
+  float beta;
+};
+struct Solved {
+  float v_new, o;
+};
+/// From v, and S^T k and S^T q in front of the token, in a column.
+__device__ __forceinline__ Solved solve_token(const GateView& gate, const Factors& factors, float v,
+                                              float with_k, float with_q) {
+  const float v_new = factors.beta * (v - factors.of_key * with_k);
+  return {v_new,
+          gate.scale * factors.of_q.x * fmaf(factors.of_q.y, factors.of_key * v_new, with_q)};
+}
+
 /// Columns of a warp, one a lane.
 constexpr int kWarpColumns = 32;
 
@@ -94,6 +111,26 @@ struct Tile {
         if (is_there) store_state(states, where, element);
       });
     }
+  }
+
+  /// Patches from slot `from`, or zeros where that is -1, to slot `to`: fold(j, patches) before
+  /// they are written, behind(j, patches) then. Pairs of patches share what is read of v_new.
+  template <class Fold, class Behind>
+  __device__ __forceinline__ void rewrite(int64_t from, int64_t to, Fold&& fold_rows,
+                                          Behind&& behind) const {
+    const int64_t read_at = place(from), write_at = place(to);
+#pragma unroll 1
+    for (int j = 0; j < patches(); j += 2) {
+      Patch x[2] = {};
+      if (from >= 0) load(read_at, j, x[0]), load(read_at, j + 1, x[1]);
+      fold_rows(j, x);
+      store(write_at, j, x[0]), store(write_at, j + 1, x[1]);
+      behind(j, x);
+    }
+  }
+  template <class Fold>
+  __device__ __forceinline__ void rewrite(int64_t from, int64_t to, Fold&& fold_rows) const {
+    rewrite(from, to, fold_rows, [](int, const Patch(&)[2]) {});
   }
 
   /// x = Diag(decays) x + sum of k v_new^T, of two patches that follow each other.
