@@ -92,8 +92,9 @@ class Sequence : public TailSequence<Sequence> {
   void decay(int64_t head, int64_t position, Vector* S) const {
     Vector g = ring_row(tail_.g, t_.tail.g, head, position, p_.key_dim);
     if (!tail_.ring) g = log_decay(p_, t_, std::move(g), head);
+    for (double& x : g) x = std::exp(x);  // not for each element of a row of S
     const auto V = static_cast<std::size_t>(p_.value_dim);
-    for (std::size_t i = 0; i < S->size(); ++i) (*S)[i] *= std::exp(g[i / V]);
+    for (std::size_t i = 0; i < S->size(); ++i) (*S)[i] *= g[i / V];
   }
   static void add_product(const Vector& k, const Vector& v_new, Vector* S) {
     const std::size_t V = v_new.size();
