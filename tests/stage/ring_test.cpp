@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <memory>
 
 #include "core/convert.hpp"
 #include "core/layout.hpp"
@@ -33,7 +34,8 @@ struct Sizes {
 struct Rings {
   Sizes sizes;
   check::Inputs inputs;
-  std::vector<oracle::HeadResult> truth;  ///< of each value head
+  /// One for each value head, with the state of every token: copies share it.
+  std::vector<std::shared_ptr<const oracle::HeadResult>> truth;
   std::vector<int32_t> slots = {3, 1, 4, 0}, counts, flush = {0, 0, 0, 0};
   io::Buffer pool, k, g, v_new;
   int64_t at = 20, num_slots = 5;
@@ -62,8 +64,9 @@ struct Rings {
     g = made(num_slots * sizes.HV * sizes.R * sizes.K, DType::kFloat32);
     v_new = made(num_slots * sizes.HV * sizes.R * sizes.V, sizes.rows);
     for (int64_t head = 0; head < sizes.HV; ++head)
-      truth.push_back(oracle::run_head(inputs.problem, inputs.tensors(), {0, kTokens}, head, {},
-                                       /*keep_states=*/true));
+      truth.push_back(std::make_shared<const oracle::HeadResult>(
+          oracle::run_head(inputs.problem, inputs.tensors(), {0, kTokens}, head, {},
+                           /*keep_states=*/true)));
     for (std::size_t n = 0; n + 1 < slots.size(); ++n) {
       const int64_t first = token(n) - counts[n];
       for (int64_t head = 0; head < sizes.HV; ++head)
@@ -77,7 +80,7 @@ struct Rings {
   StateDesc pool_desc() const { return states(inputs.problem, sizes.states, num_slots, true); }
   Vector state_behind(int64_t t, int64_t head) const {
     const auto size = static_cast<std::ptrdiff_t>(sizes.K * sizes.V);
-    const auto first = truth[static_cast<std::size_t>(head)].token_states.begin() + t * size;
+    const auto first = truth[static_cast<std::size_t>(head)]->token_states.begin() + t * size;
     return {first, first + size};
   }
   Vector key(int64_t t, int64_t head) const {
@@ -90,7 +93,7 @@ struct Rings {
     return oracle::log_decay(inputs.problem, inputs.tensors(), t, head);
   }
   Vector value(int64_t t, int64_t head) const {
-    const auto first = truth[static_cast<std::size_t>(head)].v_new.begin() + t * sizes.V;
+    const auto first = truth[static_cast<std::size_t>(head)]->v_new.begin() + t * sizes.V;
     return {first, first + sizes.V};
   }
 
@@ -160,8 +163,10 @@ struct Rings {
 
 double distance(const double* x, const Vector& y) {
   double difference = 0, size = 0;
-  for (std::size_t i = 0; i < y.size(); ++i)
-    difference += std::pow(x[i] - y[i], 2), size += std::pow(y[i], 2);
+  for (std::size_t i = 0; i < y.size(); ++i) {
+    const double apart = x[i] - y[i];
+    difference += apart * apart, size += y[i] * y[i];
+  }
   return std::sqrt(difference / size);
 }
 
@@ -185,7 +190,7 @@ void expect_step(Rings& rings, const Rings& before, std::size_t n, bool flush,
   const Sizes& sizes = rings.sizes;
   const int64_t t = rings.token(n), slot = rings.slots[n];
   for (int64_t head = 0; head < sizes.HV; ++head) {
-    const Vector& all = rings.truth[static_cast<std::size_t>(head)].o;
+    const Vector& all = rings.truth[static_cast<std::size_t>(head)]->o;
     const Vector expected(all.begin() + t * sizes.V, all.begin() + (t + 1) * sizes.V);
     ASSERT_LT(
         distance(&o[(n * static_cast<std::size_t>(sizes.HV) + static_cast<std::size_t>(head)) *
