@@ -111,9 +111,9 @@ struct GateSlope {
   double A_log = 0;
 };
 
-GateSlope gate_slope(const Problem& p, const Tensors& t, double raw, double g, int64_t head,
-                     int64_t channel) {
-  const double a = gate_rate(p, t, head);
+/// `a`: the rate of the head.
+GateSlope gate_slope(const Problem& p, const Tensors& t, double a, double raw, double g,
+                     int64_t head, int64_t channel) {
   const double x = raw + gate_bias(p, t, head, channel);
   switch (p.gate_mode) {
     case GateMode::kLog: break;
@@ -212,10 +212,11 @@ void undo_transforms(const Problem& p, const Tensors& t, int64_t token, int64_t 
   out->dbeta.magnitude[i] *= step_slope(p, raw_beta);
   const Vector raw = load_row(p, p.g, t.g, token, head, p.key_dim);
   const Vector g = log_decay(p, t, token, head);
+  const double a = gate_rate(p, t, head);
   for (std::size_t d = 0; d < K; ++d) {
     double& value = out->dg.value[i * K + d];
     double& magnitude = out->dg.magnitude[i * K + d];
-    const GateSlope slope = gate_slope(p, t, raw[d], g[d], head, static_cast<int64_t>(d));
+    const GateSlope slope = gate_slope(p, t, a, raw[d], g[d], head, static_cast<int64_t>(d));
     if (p.A_log) {
       out->dA_log.value[0] += product(slope.A_log, value);
       out->dA_log.magnitude[0] += product(std::fabs(slope.A_log), magnitude);

@@ -13,8 +13,9 @@ using Vector = std::vector<double>;
 
 double softplus(double x) { return std::fmax(x, 0.0) + std::log1p(std::exp(-std::fabs(x))); }
 
-double gate(const Problem& p, const Tensors& t, double raw, int64_t head, int64_t channel) {
-  const double a = gate_rate(p, t, head);
+/// `a`: the rate of the head.
+double gate(const Problem& p, const Tensors& t, double a, double raw, int64_t head,
+            int64_t channel) {
   const double x = raw + gate_bias(p, t, head, channel);
   switch (p.gate_mode) {
     case GateMode::kLog: break;
@@ -97,8 +98,9 @@ std::vector<double> log_decay(const Problem& p, const Tensors& t, int64_t flat_t
 
 std::vector<double> log_decay(const Problem& p, const Tensors& t, std::vector<double> raw,
                               int64_t value_head) {
+  const double a = gate_rate(p, t, value_head);
   for (std::size_t d = 0; d < raw.size(); ++d)
-    raw[d] = gate(p, t, raw[d], value_head, static_cast<int64_t>(d));
+    raw[d] = gate(p, t, a, raw[d], value_head, static_cast<int64_t>(d));
   return raw;
 }
 
