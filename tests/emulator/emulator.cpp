@@ -42,8 +42,7 @@ Copy begin(const Copy& copy) {
 
 struct Thread {
   uint3 index{};
-  context::fiber fiber;    // suspended
-  context::fiber* caller;  // while it runs
+  context::fiber fiber;  // suspended
   bool done = false;
   const char* waits_for = "";
   const uint64_t* news = nullptr;  // it has nothing to do while this is `seen`
@@ -90,6 +89,11 @@ struct Cluster {
   std::deque<Mbarrier> mbarriers;
   Barrier barrier;
   uint64_t progress = 0;
+  const std::function<void()>* body = nullptr;
+  unsigned left = 0;                  // threads that are not done
+  unsigned next = 0, end = 0;         // those of a warp that have not had their turn
+  context::fiber between_warps;       // run_round(), suspended
+  context::fiber* leaving = nullptr;  // where the fiber that is left last belongs
 };
 
 thread_local Cluster* cluster = nullptr;
@@ -103,56 +107,71 @@ thread_local Graph* capture = nullptr;
   std::abort();
 }
 
-void resume(Thread& thread, Block& of) {
-  block = &of;
-  self = &thread;
-  blockIdx = of.index;
-  threadIdx = thread.index;
-  thread.fiber = std::move(thread.fiber).resume();
+/// What goes on after a thread: the next one of its warp that can; none: run_round().
+context::fiber& next_fiber() {
+  while (cluster->next < cluster->end) {
+    Thread& thread = block->threads[cluster->next++];
+    if (thread.done || (thread.news && *thread.news == thread.seen)) continue;
+    self = &thread;
+    threadIdx = thread.index;
+    return thread.fiber;
+  }
+  return cluster->between_warps;
+}
+
+/// From the fiber that runs to `next`; `left` keeps the former. It returns when a third one, which
+/// it puts where that belongs, has passed on to the former.
+void pass_on(context::fiber& left, context::fiber& next) {
+  cluster->leaving = &left;
+  context::fiber last = std::move(next).resume();
+  *cluster->leaving = std::move(last);
+}
+
+context::fiber run_thread(context::fiber&& last) {
+  *cluster->leaving = std::move(last);
+  (*cluster->body)();
+  self->done = true;
+  ++cluster->progress;
+  --cluster->left;
+  cluster->leaving = &self->fiber;  // it gets an empty one
+  return std::move(next_fiber());
 }
 
 /// One step of every thread of a block that can go on, by warps in random order, a new one every
-/// round: orders that happen to work are not enough. How many threads are done with it.
-unsigned run_round(Block& of, std::vector<unsigned>& order, std::mt19937& random) {
-  unsigned done = 0;
+/// round: orders that happen to work are not enough.
+void run_round(Block& of, std::vector<unsigned>& order, std::mt19937& random) {
+  block = &of;
+  blockIdx = of.index;
   std::shuffle(order.begin(), order.end(), random);
-  for (const unsigned warp : order)
-    for (unsigned i = warp * 32; i < std::min(warp * 32 + 32, of.size.x); ++i) {
-      Thread& thread = of.threads[i];
-      if (thread.done || (thread.news && *thread.news == thread.seen)) continue;
-      resume(thread, of);
-      done += thread.done;
-    }
-  return done;
+  for (const unsigned warp : order) {
+    cluster->next = warp * 32;
+    cluster->end = std::min(warp * 32 + 32, of.size.x);
+    context::fiber& first = next_fiber();
+    if (&first != &cluster->between_warps) pass_on(cluster->between_warps, first);
+  }
 }
 
 /// A block runs until it waits for another one: its static shared memory is that of the whole
 /// cluster here.
 void run_cluster(const std::function<void()>& body, std::mt19937& random) {
   static thread_local context::pooled_fixedsize_stack stacks(256 * 1024);
-  unsigned left = 0;
+  cluster->body = &body;
   for (Block& each : cluster->blocks) {
-    left += each.size.x;
+    cluster->left += each.size.x;
     for (unsigned i = 0; i < each.size.x; ++i) {
       Thread& thread = each.threads[i];
       thread.index = {i, 0, 0};
-      thread.fiber = context::fiber(std::allocator_arg, stacks, [&](context::fiber&& caller) {
-        thread.caller = &caller;
-        body();
-        thread.done = true;
-        ++cluster->progress;
-        return std::move(*thread.caller);
-      });
+      thread.fiber = context::fiber(std::allocator_arg, stacks, run_thread);
     }
   }
   std::vector<unsigned> order(cluster->blocks[0].warps.size());
   for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
-  for (int idle = 0; left > 0;) {
+  for (int idle = 0; cluster->left > 0;) {
     const uint64_t before = cluster->progress;
     for (Block& each : cluster->blocks)
       for (uint64_t last = ~uint64_t{0}; cluster->progress != last;) {
         last = cluster->progress;
-        left -= run_round(each, order, random);
+        run_round(each, order, random);
       }
     idle = cluster->progress == before ? idle + 1 : 0;
     if (idle < 4) continue;
@@ -172,7 +191,7 @@ void wait_for_news(const char* what, const uint64_t* news) {
   me->waits_for = what;
   me->news = news;
   if (news) me->seen = *news;
-  *me->caller = std::move(*me->caller).resume();
+  pass_on(me->fiber, next_fiber());
 }
 
 }  // namespace
