@@ -35,13 +35,9 @@ compare() {
   return 1
 }
 
-# sources FOLDER: a copy to build, and to change
-sources() {
-  mkdir "$1"
-  cp -r "$root/include" "$1"
-  cat "$root"/src/capi/*.cpp >"$1/kda.cpp"  # one file compiles in a third of the time of four
-  # Structs hold enumerations as int32_t: without a function that takes them nobody would see them. A new
-  # one is an addition, not another parameter of that function.
+# enumerations FOLDER: structs hold enumerations as int32_t: without a function that takes them nobody would see
+# them. A new one is an addition, not another parameter of that function.
+enumerations() {
   local enums
   enums=$(grep -oE '^typedef enum kda_[a-z_]+' "$1/include/kda/kda.h" | awk '{print $3}' | while read -r name; do
     if [ -n "${KDA_UPDATE_ABI:-}" ] || grep -q "name='$name'" "$abi/kda_c.xml"; then echo "$name"; fi
@@ -49,20 +45,35 @@ sources() {
   echo "extern \"C\" KDA_API void kda_enumerations($enums) {}" >>"$1/kda.cpp"
 }
 
-sources "$work/as_it_is"
-sources "$work/now"
+# bodies FOLDER: kda.cpp with an empty body for each function of kda.h. It has the same ABI and compiles in a tenth of
+# a second. Names in brackets are no macros.
+bodies() {
+  {
+    printf '#include "kda/kda.h"\n#pragma GCC diagnostic ignored "-Wreturn-type"\n'
+    tr '\n' ' ' <"$1/include/kda/kda.h" | grep -oE 'KDA_API [a-z][^;{]*;' |
+      sed -E 's/(kda_[a-z0-9_]+)\(/(\1)(/; s/;$/ {}/; s/^/extern "C" /'
+  } >"$1/kda.cpp"
+  enumerations "$1"
+}
+
+mkdir "$work/now"
+cp -r "$root/include" "$work/now"
+cat "$root"/src/capi/*.cpp >"$work/now/kda.cpp"  # one file compiles in a third of the time of four
+enumerations "$work/now"
 library "$work/now"
 if [ -n "${KDA_UPDATE_ABI:-}" ]; then
   sed "s|$work/now/||" "$work/now/kda_c.xml" >"$abi/kda_c.xml"
 fi
 compare "$work/now" || { echo "abi_test: the C ABI changed in a way that breaks older programs"; exit 1; }
 
-# changed NAME EXPECTED SED: what the comparison says of a library changed so
+# changed NAME EXPECTED SED: what the comparison says of a header changed so
 changed() {
   local folder=$work/$1 verdict=good
-  sources "$folder"
-  sed -i -E "$3" "$folder/kda.cpp" "$folder/include/kda/kda.h"
-  ! diff -rq "$folder" "$work/as_it_is" >/dev/null || { echo "abi_test: $1 changed nothing"; exit 1; }
+  mkdir "$folder"
+  cp -r "$root/include" "$folder"
+  sed -i -E "$3" "$folder/include/kda/kda.h"
+  [ -z "$3" ] || ! diff -rq "$folder/include" "$root/include" >/dev/null || { echo "abi_test: $1 changed nothing"; exit 1; }
+  bodies "$folder"
   library "$folder"
   compare "$folder" >/dev/null || verdict=broken
   if [ "$verdict" != "$2" ]; then
@@ -71,6 +82,7 @@ changed() {
     exit 1
   fi
 }
+changed nothing good ''
 changed function_gone broken 's/kda_plan_num_segments/kda_plan_num_parts/'
 changed argument_changed broken 's/(kda_plan_options_cuda\(kda_plan_options\* options, )int32_t/\1int64_t/'
 changed field_before_others broken 's/^  int64_t num_tokens;/  int64_t inserted;\n&/'
@@ -80,5 +92,5 @@ changed enumerator_moved broken 's/KDA_GATE_SOFTPLUS = 1/KDA_GATE_SOFTPLUS = 3/'
 changed status_moved broken 's/KDA_INTERNAL = 6/KDA_INTERNAL = 9/'
 changed field_appended good 's/^  const int32_t\* checkpoint_offsets;.*/&\n  int64_t appended;/'
 changed enumerator_added good 's/^  KDA_INT16 = 6/&, KDA_FP8 = 7/'
-changed function_added good 's/^void kda_plan_destroy/KDA_API int kda_added(void) { return 1; }\n&/'
+changed function_added good 's/^KDA_API void kda_plan_destroy/KDA_API int kda_added(void);\n&/'
 echo "abi_test: $(grep -c '<elf-symbol ' "$abi/kda_c.xml") symbols as the baseline has them"
