@@ -31,8 +31,10 @@ inline Matrix matrix(int64_t rows, int64_t columns) {
                 std::vector<double>(static_cast<std::size_t>(columns)));
 }
 inline double dot(const std::vector<double>& x, const std::vector<double>& y) {
+  // By pointers, for this is half the time of a test that is not optimised.
+  const double *a = x.data(), *b = y.data();
   double sum = 0;
-  for (std::size_t i = 0; i < x.size(); ++i) sum += x[i] * y[i];
+  for (std::size_t i = 0, count = x.size(); i < count; ++i) sum += a[i] * b[i];
   return sum;
 }
 
