@@ -107,7 +107,7 @@ thread_local Graph* capture = nullptr;
   std::abort();
 }
 
-/// What goes on after a thread: the next one of its warp that can; none: run_round().
+/// Returns the fiber that runs next: the warp's next thread that can go on, else run_round().
 context::fiber& next_fiber() {
   while (cluster->next < cluster->end) {
     Thread& thread = block->threads[cluster->next++];

@@ -41,7 +41,7 @@ struct Channels {
     for (int c = 0; c < 4; ++c) sum = fmaf(x[c], y[c], sum);
   }
   /// A lane's part of the sums over channels of rows with k and q: a warp has every
-  /// kChannelWarps-th row, four of them side by side from `at` on. visit(row, decayed key).
+  /// kChannelWarps-th row, four of them side by side from `at` on. visit(j, row) of each.
   template <class Visit>
   __device__ __forceinline__ void score(int at, int rows, const float (&k)[4], const float (&q)[4],
                                         float (&sums)[8], Visit&& visit) const {

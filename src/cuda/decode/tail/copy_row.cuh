@@ -6,7 +6,7 @@
 
 namespace kda::cuda::tail {
 
-__device__ __forceinline__ int size_of(const RowView& view) {
+KDA_HOST_DEVICE_INLINE int size_of(const RowView& view) {
   return view.type == Element::kFloat32 ? 4 : 2;
 }
 

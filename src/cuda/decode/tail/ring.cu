@@ -4,7 +4,7 @@
 namespace kda::cuda::tail {
 
 Status launch_ring_decode(const RingArgs& args, const Launch& where) {
-  const int64_t blocks = args.map.num_sequences * args.shape.HV + (args.flags ? 1 : 0);
+  const int64_t blocks = num_blocks(args);
   const auto shared = ring_layout(args.rows).bytes();
   return launch_kernel("ring", args.initial.bf16 ? ring_kernel<true> : ring_kernel<false>, blocks,
                        kChannels, shared, where, args);

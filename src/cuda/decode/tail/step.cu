@@ -4,7 +4,7 @@
 namespace kda::cuda::tail {
 
 Status launch_step(const TailArgs& args, const Launch& where) {
-  const int64_t blocks = args.map.num_sequences * args.shape.HV + (args.flags ? 1 : 0);
+  const int64_t blocks = num_blocks(args);
   const StateView& states = args.initial;
   const auto kernel = states.vk ? (states.bf16 ? step_kernel<Access::kVectorsVK, true>
                                                : step_kernel<Access::kVectorsVK, false>)

@@ -37,8 +37,7 @@ struct OwnToken {
 };
 
 KDA_HOST_DEVICE_INLINE ChannelLayout layout_of_step(const TailArgs& a) {
-  const auto size = [](const RowView& view) { return view.type == Element::kFloat32 ? 4 : 2; };
-  return step_layout(a.rows, size(a.tail_k), size(a.tail_g), gate_step(a) == 0);
+  return step_layout(a.rows, size_of(a.tail_k), size_of(a.tail_g), gate_step(a) == 0);
 }
 
 /// A head of a sequence.
@@ -61,7 +60,7 @@ struct StepHead : RowPlaces, Channels {
   __device__ float* factors() const { return shared + layout.factors(); }
 
   /// Asks for this warp's elements of all rows of a tensor of the tail, of `size` bytes each.
-  __device__ void copy_rows(const RowView& view, int64_t head, int size, float* to) const {
+  __device__ void copy_own(const RowView& view, int64_t head, int size, float* to) const {
     const int shift = size == 4 ? 3 : 2;  // a row has 8 or 4 vectors of 16 bytes
     const char* base = static_cast<const char*>(view.base);
 #pragma unroll 1
@@ -72,15 +71,15 @@ struct StepHead : RowPlaces, Channels {
     }
   }
   __device__ void copy_rows() const {
-    copy_rows(a.tail_k, unit.q_head, size_of(a.tail_k), raw_keys());
+    copy_own(a.tail_k, unit.q_head, size_of(a.tail_k), raw_keys());
     if (gate_step(a) != 0) {
-      copy_rows(a.tail_g, unit.head, size_of(a.tail_g), raw_gates());
+      copy_own(a.tail_g, unit.head, size_of(a.tail_g), raw_gates());
     } else {
       for (int row = lane; row < sure; row += 32)
         raw_gates()[row] = load_element(a.tail_g, tail_at(a.tail_g, unit.head, row));
     }
     ptx::cp_async_commit();
-    copy_rows(a.tail_v_new, unit.head, 4, v_new(0));
+    copy_own(a.tail_v_new, unit.head, 4, v_new(0));
     ptx::cp_async_commit();
   }
 
@@ -104,9 +103,7 @@ struct StepHead : RowPlaces, Channels {
   __device__ void read_gates(int last, int first, float (&x)[kStepSide]) const {
     if (gate_step(a) != 0) return read(raw_gates(), a.g.type, last, first, x);
 #pragma unroll
-    for (int j = 0; j < kStepSide; ++j) {
-      x[j] = raw_gates()[max(last - j, first)];
-    }
+    for (int j = 0; j < kStepSide; ++j) x[j] = raw_gates()[max(last - j, first)];
   }
   /// Keys of rows [first, end) take the decays behind them, which begin with `product`. Returns the
   /// product of all.

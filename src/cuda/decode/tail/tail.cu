@@ -11,7 +11,7 @@ Status launch_instance(const TailArgs& args, const Launch& where) {
   const int64_t tiles = (args.shape.V + kWarpColumns - 1) / kWarpColumns;
   const auto warps =
       static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::min<int64_t>(tiles, kMostWarps))));
-  const int64_t blocks = args.map.num_sequences * args.shape.HV + (args.flags ? 1 : 0);
+  const int64_t blocks = num_blocks(args);
   const int64_t shared = shared_bytes(args.most_sure, args.most_tokens, args.shape.K, args.shape.V);
   return launch_kernel("tail", tail_kernel<kK, kAccess, kPacked>, blocks, 32 * warps,
                        static_cast<int>(shared), where, args);

@@ -42,6 +42,11 @@ struct TailArgs : HeadGates<DecodeArgs> {
   int64_t num_found = 0;
 };
 
+/// Blocks of a kernel that has one for each head of a sequence, and one for flags.
+inline int64_t num_blocks(const TailArgs& args) {
+  return args.map.num_sequences * args.shape.HV + (args.flags ? 1 : 0);
+}
+
 /// A forward with a tail folds the rows in front of the boundary where it ends, runs a forward
 /// without a tail up to there, and appends rows of the tokens behind it. So it is three calls:
 ///   folds:    N sequences without tokens settle up to `boundaries`
